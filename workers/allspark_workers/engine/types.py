@@ -1,0 +1,184 @@
+"""What goes into the engine and what comes out of it; pure data, imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+SPAN_SIZES: Final = (16, 32, 64, 128)
+DTYPES: Final = ("auto", "bf16", "fp16", "fp32")
+DEFAULT_SPAN_TOKENS: Final = 32
+DEFAULT_MAX_BATCH: Final = 32
+DEFAULT_PREFILL_CHUNK: Final = 512
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; the value is what goes into its terminal record."""
+
+    EOS = "eos"
+    LENGTH = "length"
+    STOP_WORDS = "stop_words"
+    STOPPED = "stopped"
+    CACHE_MEMORY = "cache_memory"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationParams:
+    """One request's generation settings, already normalised at the edge (spec 2.5).
+
+    `max_length` and `min_length` count prompt and generated tokens together; `max_length` exceeds the prompt.
+    `eos_token_id` None: no such token. `do_sample` False or `temperature` below 1e-5: greedy. `top_k` 0: whole
+    vocabulary. `top_p` outside (0, 1): off. `seed` is any 64-bit integer.
+    """
+
+    max_length: int
+    min_length: int = 0
+    eos_token_id: int | None = None
+    early_stopping: bool = False
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    suppress_repetition: bool = False
+    no_repeat_ngram_size: int = 0
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """A request as one worker runs it.
+
+    `generated` holds the tokens that are already in the stream when the request is resumed here: they are
+    not emitted again and count as generated. `arrival_s` and `deadline_s` are monotonic-clock seconds.
+    """
+
+    request_id: str
+    epoch: int
+    prompt: NDArray[np.int64]
+    params: GenerationParams
+    generated: list[int] = field(default_factory=list)
+    priority: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """New tokens of one request; `position` is the index of `tokens[0]` in the generated sequence.
+
+    Every submitted request gets exactly one output whose `finish` is set. `message` says why it ended when
+    the reason alone does not (ERROR, CACHE_MEMORY, DEADLINE).
+    """
+
+    request_id: str
+    epoch: int
+    position: int
+    tokens: list[int]
+    finish: FinishReason | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known about a loaded model.
+
+    `max_length`: the longest request in tokens, prompt included. `span_size`: tokens per span; `span_bytes`:
+    bytes of one frame, that is K or V of one layer for `span_size` tokens. `digest`: hex, over the
+    configuration and the weights' names, shapes and dtypes.
+    """
+
+    model_type: str
+    vocab_size: int
+    max_length: int
+    max_batch: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    span_size: int
+    span_bytes: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    weight_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStat:
+    """A snapshot for AsEngineStat (spec 2.6.5): spans are frames (2 x layers per span id), sizes bytes."""
+
+    total_span: int
+    used_span: int
+    free_span: int
+    free_token: int
+    span_size: int
+    pending_request: int
+    running_request: int
+    total_device_memory_pool_size: int
+    used_device_memory_pool_size: int
+    total_generated_token: int
+    total_prefill_token: int
+    generate_token_persec: float
+    process_token_persec: float
+    prefix_cache_hit_token: int = 0
+    prefix_cache_miss_token: int = 0
+    prefix_cache_hit_rate: float = 0.0
+    prefix_cache_miss_rate: float = 0.0
+    steps: int = 0
+    last_step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """How a model is loaded and run; zero means "choose" wherever a default is named.
+
+    `model_path`: a Hugging Face directory or a GGUF file; `weights_path` empty or the same, or where the weights
+    lie if not there. `dtype` "auto": the checkpoint's own (quantised GGUF: bf16). `max_length` 0: the model's own.
+    `max_batch` 0: 32. `span_size` tokens, 0: 32. `kv_bytes` 0: a bounded share of free memory.
+    `num_threads` 0: as many as the process may use. `prefill_chunk`: token budget of a step.
+    """
+
+    model_path: str
+    weights_path: str = ""
+    device: str = "cpu"
+    dtype: str = "auto"
+    max_length: int = 0
+    max_batch: int = 0
+    span_size: int = 0
+    kv_bytes: int = 0
+    num_threads: int = 0
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK
+
+    def __post_init__(self) -> None:
+        if not self.model_path:
+            raise ValueError("model_path is empty: name a Hugging Face directory or a GGUF file")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+        if self.span_size not in (0, *SPAN_SIZES):
+            raise ValueError(f"span_size {self.span_size} is not one of 0, 16, 32, 64, 128")
+        for name in ("max_length", "max_batch", "kv_bytes", "num_threads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1")
+
+    @property
+    def span_tokens(self) -> int:
+        """Tokens per span with the default filled in."""
+        return self.span_size or DEFAULT_SPAN_TOKENS
+
+    @property
+    def batch_limit(self) -> int:
+        """Requests that decode together, with the default filled in."""
+        return self.max_batch or DEFAULT_MAX_BATCH
