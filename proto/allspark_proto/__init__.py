@@ -1,0 +1,1 @@
+"""The contracts: AllSpark service, fleet envelopes, Redis records. Imports nothing of ours."""
