@@ -1,0 +1,46 @@
+"""Settings of a gateway."""
+
+from typing import ClassVar, Self
+
+from allspark_bus.setting_types import Count, GrpcAddresses, Seconds, Size, ZmqEndpoints
+from allspark_bus.settings import ProcessSettings
+from pydantic import ByteSize, model_validator
+
+
+class GatewaySettings(ProcessSettings):
+    """Serve the AllSpark gRPC service: requests go to the brokers, results come from Redis."""
+
+    command: ClassVar[str] = "gateway"
+
+    grpc: GrpcAddresses = ("127.0.0.1:50051",)
+    """Address to serve: HOST:PORT (port 0: any free one) or unix:/path. Repeat for several."""
+    broker: ZmqEndpoints = ("tcp://127.0.0.1:5550",)
+    """Frontend endpoint of a broker. Repeat for several; the next one is used when one does not answer."""
+    max_message_bytes: Size = ByteSize(64 << 20)
+    """Largest gRPC message accepted."""
+    max_uuid_bytes: Count = 256
+    """Longest request uuid accepted."""
+    max_calls: Count = 16384
+    """Calls served at once; one more is answered RESOURCE_EXHAUSTED."""
+    call_timeout_s: Seconds = 10.0
+    """How long a call waits for a broker or for Redis before it is answered UNAVAILABLE."""
+    model_timeout_s: Seconds = 600.0
+    """How long BuildModel, StartModel, StopModel and the like wait for the workers."""
+    status_deferral_s: Seconds = 2.0
+    """How long after the end GenerateStatus may still answer Generating while a reader has unread tokens."""
+    allow_shutdown: GrpcAddresses = ()
+    """Listener (one of --grpc) whose callers may stop the whole fleet with ShutdownService."""
+
+    def listening_on(self) -> tuple[str, ...]:
+        """The gRPC addresses."""
+        return self.grpc
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.grpc:
+            raise ValueError("a gateway needs at least one --grpc address")
+        if not self.broker:
+            raise ValueError("a gateway needs at least one --broker endpoint")
+        if stray := set(self.allow_shutdown) - set(self.grpc):
+            raise ValueError(f"--allow-shutdown names {', '.join(sorted(stray))}, which is not among --grpc")
+        return self

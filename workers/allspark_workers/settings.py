@@ -1,0 +1,51 @@
+"""Settings of a worker."""
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from allspark_bus.setting_types import Count, Device, Metavar, PathList, Seconds, Size, ZmqEndpoints
+from allspark_bus.settings import ProcessSettings
+from pydantic import Field, model_validator
+
+
+class WorkerSettings(ProcessSettings):
+    """Own one device: load models, generate tokens, append them to Redis."""
+
+    command: ClassVar[str] = "worker"
+
+    broker: ZmqEndpoints = ("tcp://127.0.0.1:5551",)
+    """Backend endpoint of a broker. Repeat for several; the worker serves all of them."""
+    device: Device = "cpu"
+    """Where models run: cpu or cuda:INDEX."""
+    name: str = ""
+    """Name shown in status and logs; empty: made from host and process id."""
+    model_root: PathList = ()
+    """Directory that models may be loaded from. Repeat for several; without one no model can be loaded."""
+    num_threads: Annotated[int, Field(ge=0), Metavar("N")] = 0
+    """CPU threads for one step; 0: chosen from the cores this process may use."""
+    kv_memory: Annotated[Size | None, Metavar("BYTES")] = None
+    """Memory for KV spans, for example 2GiB; unset: chosen from what the device has free."""
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Number format of weights and activations; auto: as the model was saved, if the device is good at it."""
+    max_queue: Count = 1024
+    """Requests that may wait inside this worker."""
+    heartbeat_s: Seconds = 0.4
+    """Time between heartbeats to a broker."""
+    broker_timeout_s: Seconds = 5.0
+    """A broker that has been silent for this long is reconnected."""
+    stall_s: Seconds = 30.0
+    """With requests running and no step for this long, the worker gives up and exits."""
+    publish_buffer: Count = 65536
+    """Tokens held back while Redis does not answer; requests pause when it is full."""
+    profile: bool = False
+    """Measure every operator for GetOpProfilingInfo."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.broker:
+            raise ValueError("a worker needs at least one --broker endpoint")
+        if self.broker_timeout_s < 3 * self.heartbeat_s:
+            raise ValueError("--broker-timeout-s must be at least three times --heartbeat-s")
+        for root in self.model_root:
+            if not root.is_absolute():
+                raise ValueError(f"--model-root {root} must be an absolute path")
+        return self
