@@ -1,0 +1,36 @@
+"""gRPC metadata keys of the AllSpark service: what the upstream messages have no field for.
+
+Old clients neither send nor read them, and nothing in the service depends on them.
+"""
+
+from urllib.parse import quote, unquote
+
+#: Request metadata of Get and GetNoWait: the number of tokens this caller has received so far, in decimal.
+#: The answer starts at that position, so nothing is lost or doubled when an answer went missing.
+CURSOR = "allspark-cursor"
+
+#: Trailing metadata of Get, GetNoWait and GenerateStatus: why the request ended. It comes with the answer
+#: that delivers the last token (or with an empty one after it), and never earlier.
+FINISH_REASON = "allspark-finish-reason"
+
+#: Trailing metadata of every call: the cause of an error status or of an interruption, for people.
+#: UTF-8, percent-encoded outside printable ASCII (``encode_text``).
+REASON = "allspark-reason"
+
+#: Trailing metadata with a denied request: milliseconds after which trying again makes sense.
+RETRY_AFTER_MS = "allspark-retry-after-ms"
+
+#: Reasons of a request that came to its natural or requested end; any other reason is an interruption.
+FINISHED_REASONS = frozenset({"eos", "length", "stop_words", "stopped"})
+
+_PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+
+
+def encode_text(text: str) -> str:
+    """Any text as a legal ASCII metadata value; plain English stays as it is."""
+    return quote(" ".join(text.split()), safe=_PRINTABLE)
+
+
+def decode_text(value: str | bytes) -> str:
+    """The inverse of ``encode_text``."""
+    return unquote(value.decode("ascii", "replace") if isinstance(value, bytes) else value)
