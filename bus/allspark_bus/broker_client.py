@@ -1,0 +1,107 @@
+"""Calls a broker and waits for its reply: used by gateways, and by any program that skips gRPC.
+
+A call is sent again until it is answered or its time is up, to the next broker of the list if one stays
+silent: every call of the protocol is idempotent.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import uuid as uuid_lib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import zmq
+import zmq.asyncio
+from allspark_proto import fleet_pb2 as fleet
+from google.protobuf.message import DecodeError
+
+from allspark_bus import sockets
+from allspark_bus.errors import BrokerUnavailable, Denied, FleetError, MalformedMessage
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+RESEND_S = 1.0
+
+
+@dataclass
+class _Peer:
+    endpoint: str
+    socket: zmq.asyncio.Socket
+    receiver: asyncio.Task[None] = field(init=False)
+
+
+class BrokerClient:
+    """One DEALER to each broker. `max_calls`: calls that may wait at once (one more raises Denied)."""
+
+    def __init__(self, endpoints: Sequence[str], *, max_calls: int = 20_000) -> None:
+        if not endpoints:
+            raise ValueError("a broker client needs at least one broker endpoint")
+        self._context = zmq.asyncio.Context()
+        self._peers = [_Peer(e, sockets.dealer(self._context, e)) for e in endpoints]
+        for peer in self._peers:
+            peer.receiver = asyncio.get_running_loop().create_task(self._receive(peer))
+        self._calls: dict[str, asyncio.Future[fleet.Reply]] = {}
+        self._max_calls = max_calls
+        self._prefix = uuid_lib.uuid4().hex[:12]
+        self._serial = itertools.count()
+        self._preferred = 0
+
+    async def call(self, envelope: fleet.Envelope, timeout_s: float) -> fleet.Reply:
+        """Sends an envelope (correlation id and version are filled in) and returns its reply.
+
+        Raises BrokerUnavailable when no broker answers in time, Denied at the bound of waiting calls.
+        """
+        if len(self._calls) >= self._max_calls:
+            raise Denied(f"{self._max_calls} calls to the broker are waiting already", retry_after_ms=500)
+        envelope.version = PROTOCOL_VERSION
+        envelope.correlation_id = f"{self._prefix}-{next(self._serial)}"
+        future: asyncio.Future[fleet.Reply] = asyncio.get_running_loop().create_future()
+        self._calls[envelope.correlation_id] = future
+        try:
+            return await asyncio.wait_for(self._ask(envelope.SerializeToString(), future), timeout_s)
+        except TimeoutError:
+            names = ", ".join(p.endpoint for p in self._peers)
+            raise BrokerUnavailable(f"no answer from the broker within {timeout_s:g} s ({names})") from None
+        finally:
+            del self._calls[envelope.correlation_id]
+
+    async def _ask(self, payload: bytes, future: asyncio.Future[fleet.Reply]) -> fleet.Reply:
+        first = self._preferred
+        for attempt in itertools.count(first):
+            peer = self._peers[attempt % len(self._peers)]
+            with contextlib.suppress(zmq.Again):
+                await peer.socket.send_multipart([sockets.HEADER, payload], flags=zmq.NOBLOCK)
+            done, _ = await asyncio.wait([future], timeout=RESEND_S)
+            if done:
+                self._preferred = attempt % len(self._peers)
+                return future.result()
+        raise AssertionError("unreachable")
+
+    async def _receive(self, peer: _Peer) -> None:
+        while True:
+            frames = await peer.socket.recv_multipart()
+            try:
+                reply = fleet.Reply.FromString(sockets.payload_of(frames))
+            except (MalformedMessage, DecodeError) as e:
+                log.warning("broker %s sent a malformed reply: %s", peer.endpoint, e)
+                continue
+            future = self._calls.get(reply.correlation_id)
+            if future is not None and not future.done():
+                future.set_result(reply)
+
+    async def close(self) -> None:
+        """Ends the sockets; waiting calls are cancelled by their callers."""
+        for peer in self._peers:
+            peer.receiver.cancel()
+        await asyncio.gather(*(p.receiver for p in self._peers), return_exceptions=True)
+        self._context.destroy(linger=0)
+
+
+def raise_for(reply: fleet.Reply) -> fleet.Reply:
+    """The reply, or a FleetError with its status and reason."""
+    if reply.as_status:
+        raise FleetError(reply.reason, status=reply.as_status, retry_after_ms=reply.retry_after_ms)
+    return reply

@@ -1,0 +1,268 @@
+"""The ledger: who owns a request, under which epoch, and what its stream holds (rules R2, R3, R7, R10).
+
+Every change is one script on the request's own two keys. The two indexes (open requests of a model,
+requests of a tenant) live under other keys: an entry is added before the ledger record exists and removed
+after it ended, so an index can hold too much for a moment, never too little; readers check the ledger.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allspark_proto import records
+
+from allspark_bus import keys
+from allspark_bus.scripts import Script
+from allspark_bus.store import Arg, Store
+
+ADMIT = Script.load("admit")
+ADVANCE = Script.load("advance")
+APPEND = Script.load("append")
+FINISH = Script.load("finish")
+RELEASE = Script.load("release")
+
+APPENDED, CLOSED, STALE, GAP = 0, 1, 2, 3
+
+
+def now_ms() -> int:
+    """Wall clock in ms; only for records that people read and for deadlines, which come as wall clock."""
+    return int(time.time() * 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Ttl:
+    """How long results and tombstones are kept, in ms."""
+
+    result_ms: int = 3_600_000
+    tombstone_ms: int = 300_000
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """`outcome` is "new", "same" (an identical retry) or "conflict" (another body under the same uuid)."""
+
+    outcome: str
+    epoch: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """`outcome` is "ok", "gone" (ended or released) or "stale" (somebody else raised the epoch)."""
+
+    outcome: str
+    epoch: int
+    worker: str
+    deaths: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ends: GENERATE_STATUS, reason (a short word) and message (for people)."""
+
+    status: int
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An open request as the ledger has it."""
+
+    request_id: str
+    model: str
+    epoch: int
+    worker: str
+    body: bytes
+    created_ms: int
+    deadline_ms: int
+    priority: int
+    num_tokens: int
+    deaths: int
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """One append of a step: `tokens` start at `position`; `ending` makes it the terminal record."""
+
+    request_id: str
+    model: str
+    epoch: int
+    position: int
+    tokens: Sequence[int]
+    ending: Ending | None = None
+    tensors: dict[str, bytes] | None = None
+
+
+class Ledger:
+    """Typed access to the scripts."""
+
+    def __init__(self, store: Store, ttl: Ttl) -> None:
+        self._store = store
+        self._ttl = ttl
+
+    async def admit(self, entry: Entry, digest: bytes) -> Admission:
+        """Records a request and indexes it, or finds the one that is there already."""
+        tenant, _ = keys.split_request_id(entry.request_id)
+        rid = entry.request_id
+        *_, reply = await self._store.batch(
+            [
+                ("SADD", keys.tenant_requests(tenant), rid),
+                ("ZADD", keys.open_requests(entry.model), "NX", entry.created_ms, rid),
+                ADMIT.command(
+                    _keys(rid),
+                    [
+                        digest,
+                        entry.body,
+                        entry.model,
+                        entry.epoch,
+                        entry.worker,
+                        entry.created_ms,
+                        entry.deadline_ms,
+                        entry.priority,
+                    ],
+                ),
+            ]
+        )
+        admission = Admission(_text(reply[0]), int(reply[1]), _text(reply[2]))
+        if admission.outcome != "new":
+            await self._unindex_if_wrong(rid, entry.model)
+        return admission
+
+    async def _unindex_if_wrong(self, rid: str, model: str) -> None:
+        state, owner = await self._store.command("HMGET", keys.request(rid), "st", "md")
+        if state != b"open" or _text(owner) != model:
+            await self._store.command("ZREM", keys.open_requests(model), rid)
+
+    async def advance(self, rid: str, expected_epoch: int, worker: str, *, died: bool = False) -> Advance:
+        """Dispatches (worker given) or claims (worker "") by raising the epoch; `died` counts a death."""
+        reply = await self._store.script(
+            ADVANCE, [keys.request(rid)], [expected_epoch, worker, 1 if died else 0]
+        )
+        return Advance(_text(reply[0]), int(reply[1]), _text(reply[2]), int(reply[3]), int(reply[4]))
+
+    async def append(self, appends: Sequence[Append]) -> list[tuple[int, int]]:
+        """Appends one step of many requests in one round trip: a (code, tokens in the stream) for each."""
+        commands = [self._append_command(a) for a in appends]
+        ended = [a for a in appends if a.ending is not None]
+        replies = await self._store.batch(
+            commands + [("ZREM", keys.open_requests(a.model), a.request_id) for a in ended]
+        )
+        return [(int(code), int(n)) for code, n in replies[: len(appends)]]
+
+    def _append_command(self, a: Append) -> tuple[Arg, ...]:
+        end = a.ending
+        record = records.Record(
+            a.epoch,
+            a.position,
+            tuple(a.tokens),
+            end.status if end else 0,
+            end.reason if end else "",
+            end.message if end else "",
+            a.tensors or {},
+        )
+        args: list[Arg] = [a.epoch, a.position, len(a.tokens), records.encode(record)]
+        if end is not None:
+            args += [
+                end.status,
+                end.reason,
+                end.message,
+                now_ms(),
+                self._ttl.result_ms,
+                self._ttl.tombstone_ms,
+            ]
+        return APPEND.command(_keys(a.request_id), args)
+
+    async def finish(self, rid: str, ending: Ending) -> tuple[str, str]:
+        """Ends an open request and fences its worker off.
+
+        Returns ("ended"|"already"|"released"|"unknown", worker that held it or "").
+        """
+        reply = await self._store.script(
+            FINISH,
+            _keys(rid),
+            [
+                ending.status,
+                ending.reason,
+                ending.message,
+                now_ms(),
+                self._ttl.result_ms,
+                self._ttl.tombstone_ms,
+            ],
+        )
+        if reply[2]:
+            await self._store.command("ZREM", keys.open_requests(_text(reply[2])), rid)
+        return _text(reply[0]), _text(reply[1])
+
+    async def release(self, rid: str) -> tuple[str, str, bool]:
+        """Forgets a request: ("ok"|"released"|"unknown", worker that held it or "", was it open)."""
+        reply = await self._store.script(RELEASE, _keys(rid), [self._ttl.tombstone_ms])
+        outcome, worker, model, state = map(_text, reply)
+        if outcome == "ok":
+            tenant, _ = keys.split_request_id(rid)
+            await self._store.batch(
+                [
+                    ("ZREM", keys.open_requests(model), rid),
+                    ("SREM", keys.tenant_requests(tenant), rid),
+                ]
+            )
+        return outcome, worker, state == "open"
+
+    async def load(self, rid: str) -> Entry | None:
+        """The record of an open request; None when it has ended or is unknown."""
+        fields = ("st", "md", "ep", "wk", "body", "cr", "dl", "pr", "n", "dt")
+        h = await self._store.command("HMGET", keys.request(rid), *fields)
+        if h[0] != b"open":
+            return None
+        return Entry(
+            rid,
+            _text(h[1]),
+            int(h[2]),
+            _text(h[3]),
+            h[4],
+            int(h[5]),
+            int(h[6]),
+            int(h[7]),
+            int(h[8]),
+            int(h[9]),
+        )
+
+    async def open_requests(self, model: str) -> list[str]:
+        """Ids of the model's open requests, oldest first; may name some that just ended."""
+        return [_text(r) for r in await self._store.command("ZRANGE", keys.open_requests(model), 0, -1)]
+
+    async def num_open(self, model: str) -> int:
+        """How many requests of the model are open."""
+        return int(await self._store.command("ZCARD", keys.open_requests(model)))
+
+    async def drop_from_index(self, rid: str, model: str) -> None:
+        """Removes an index entry whose request is found to have ended."""
+        await self._store.command("ZREM", keys.open_requests(model), rid)
+
+    async def tenant_requests(self, tenant: str) -> list[str]:
+        """Ids of the tenant's requests that have not been released; may name some that expired."""
+        return [_text(r) for r in await self._store.command("SMEMBERS", keys.tenant_requests(tenant))]
+
+    async def forget_expired(self, tenant: str) -> int:
+        """Drops index entries whose ledger record is gone; returns how many."""
+        rids = await self.tenant_requests(tenant)
+        there = await self._store.batch([("EXISTS", keys.request(r)) for r in rids])
+        gone = [r for r, e in zip(rids, there, strict=True) if not e]
+        if gone:
+            await self._store.command("SREM", keys.tenant_requests(tenant), *gone)
+        return len(gone)
+
+    async def tokens(self, rid: str) -> list[int]:
+        """Every token in the stream; a worker reads them before it continues a request."""
+        entries = await self._store.command("XRANGE", keys.stream(rid), "-", "+")
+        return records.tokens_of([records.decode(fields[1]) for _, fields in entries])
+
+
+def _keys(rid: str) -> list[str]:
+    return [keys.request(rid), keys.stream(rid)]
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

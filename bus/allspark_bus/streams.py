@@ -1,0 +1,116 @@
+"""Views on a request's stream (R4): what GenerateStatus, GeneratedLength, Get and GetNoWait see."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from allspark_proto import records
+
+from allspark_bus import keys
+from allspark_bus.scripts import Script
+from allspark_bus.store import Store
+
+TAKE = Script.load("take")
+SETTLE = Script.load("settle")
+READ = Script.load("read")
+VIEW = Script.load("view")
+
+MAX_ENTRIES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a read found. `outcome`: "ok", "busy", "unknown", "released" or "expired".
+
+    Tokens `[start, end)` of the generated sequence; `status` is the terminal GENERATE_STATUS or 0.
+    """
+
+    outcome: str
+    start: int = 0
+    end: int = 0
+    tokens: tuple[int, ...] = ()
+    tensors: tuple[tuple[str, bytes], ...] = ()
+    status: int = 0
+    reason: str = ""
+    message: str = ""
+    wait_ms: int = 0
+
+    @property
+    def has_data(self) -> bool:
+        return self.end > self.start or bool(self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where a request stands. `status` is the true GENERATE_STATUS; `end_ms` when it ended (0: open)."""
+
+    outcome: str
+    status: int = 0
+    num_tokens: int = 0
+    cursor: int = 0
+    was_read: bool = False
+    reason: str = ""
+    message: str = ""
+    end_ms: int = 0
+
+
+class Streams:
+    """Typed access to the reading scripts."""
+
+    def __init__(self, store: Store, *, reservation_ms: int = 2000) -> None:
+        self._store = store
+        self._reservation_ms = reservation_ms
+
+    async def take(self, rid: str, call_id: str, confirmed: str) -> Batch:
+        """Takes what the server-side cursor has not delivered.
+
+        The cursor comes back after `reservation_ms` unless the call is settled (or confirmed by the
+        next take), so an answer that was lost with its gateway is delivered again.
+        """
+        reply = await self._store.script(
+            TAKE, _keys(rid), [call_id, confirmed, self._reservation_ms, MAX_ENTRIES]
+        )
+        return _batch(reply)
+
+    async def settle(self, rid: str, call_id: str, *, arrived: bool) -> None:
+        """Confirms the delivery of a take, or takes it back."""
+        await self._store.script(SETTLE, [keys.request(rid)], [call_id, 1 if arrived else 0])
+
+    async def read(self, rid: str, position: int) -> Batch:
+        """Reads from a position that the reader keeps itself: nothing moves, so nothing can be lost."""
+        return _batch(await self._store.script(READ, _keys(rid), [position, MAX_ENTRIES]))
+
+    async def view(self, rid: str) -> View:
+        """Status and length."""
+        r = await self._store.script(VIEW, _keys(rid), [])
+        if r[0] != b"ok":
+            return View(r[0].decode())
+        num_tokens = int(r[1].partition(b"-")[0]) if r[1] else 0
+        status = int(r[4]) if r[4] else (2 if num_tokens else 0)
+        return View(
+            "ok", status, num_tokens, int(r[2]), r[3] != b"", r[5].decode(), r[6].decode(), int(r[7] or 0)
+        )
+
+
+def _keys(rid: str) -> list[str]:
+    return [keys.request(rid), keys.stream(rid)]
+
+
+def _batch(reply: Sequence[bytes | int]) -> Batch:
+    outcome = bytes(reply[0]).decode()
+    if outcome == "busy":
+        return Batch(outcome, wait_ms=int(reply[1]))
+    if outcome != "ok":
+        return Batch(outcome)
+    start, end = int(reply[1]), int(reply[2])
+    found = [records.decode(m) for m in reply[6:] if isinstance(m, bytes)]
+    skip = max(0, start - found[0].position) if found else 0
+    return Batch(
+        outcome,
+        start,
+        end,
+        tuple(records.tokens_of(found)[skip:]),
+        tuple((k, v) for r in found for k, v in r.tensors.items()),
+        int(reply[3] or 0),
+        bytes(reply[4]).decode(),
+        bytes(reply[5]).decode(),
+    )

