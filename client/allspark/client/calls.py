@@ -1,0 +1,143 @@
+"""What both clients share and what does no I/O: which address next, and what an answer means."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+from allspark_proto import allspark_service_pb2 as pb
+from allspark_proto import metadata
+
+from allspark.client.errors import AllSparkError, FleetUnavailable, RequestInterrupted, StatusError
+
+MAX_MESSAGE_BYTES = 64 << 20
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    # A gateway that comes back must be found at once, not after grpc's default back-off of up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+#: One Get waits at most this long; then the next address is asked, so that a frozen gateway is left behind.
+GET_WAIT_S = 20.0
+
+_FIRST_DELAY_S = 0.05
+_MAX_DELAY_S = 1.0
+_RETRYABLE = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.CANCELLED,  # a gateway that shuts down cancels the calls it still has
+    }
+)
+
+
+class Route:
+    """The addresses of a fleet and which of them is in use. Every call is safe to repeat on another one."""
+
+    def __init__(self, addresses: str | Sequence[str], retry_s: float) -> None:
+        self.addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
+        if not self.addresses:
+            raise ValueError("at least one gRPC address is needed")
+        self.retry_s = retry_s
+        self._index = 0
+
+    @property
+    def current(self) -> str:
+        """The address that the next call goes to."""
+        return self.addresses[self._index]
+
+    def leave(self, address: str) -> None:
+        """Go on to the next address, unless another caller left this one already."""
+        if self.current == address:
+            self._index = (self._index + 1) % len(self.addresses)
+
+
+@dataclass
+class Attempts:
+    """The tries of one call: how long to wait before the next, and when to give up."""
+
+    call: str
+    route: Route
+    clock: Callable[[], float] = time.monotonic
+    _since: float | None = None
+    _failures: int = 0
+
+    def failed(self, address: str, code: grpc.StatusCode, details: str) -> float:
+        """Seconds to wait before the next try; raises when there should be none."""
+        if code not in _RETRYABLE:
+            raise AllSparkError(f"{self.call} at {address}: {details} ({code.name})")
+        now = self.clock()
+        self._since = now if self._since is None else self._since
+        if now - self._since >= self.route.retry_s:
+            tried = ", ".join(self.route.addresses)
+            raise FleetUnavailable(
+                f"{self.call}: no answer from {tried} for {self.route.retry_s:g} s: {details}"
+            )
+        self.route.leave(address)
+        self._failures += 1
+        # The first round over all addresses is immediate, later rounds slow down.
+        rounds = self._failures // len(self.route.addresses)
+        return 0.0 if rounds == 0 else min(_MAX_DELAY_S, _FIRST_DELAY_S * 2 ** (rounds - 1))
+
+
+def trailing_texts(pairs: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
+    """Trailing metadata as text."""
+    return {key: value.decode() if isinstance(value, bytes) else value for key, value in pairs or ()}
+
+
+def check_status(call: str, status: int, trailing: Mapping[str, str]) -> None:
+    """Raise ``StatusError`` unless an answer's AS_STATUS is success."""
+    if status != pb.ALLSPARK_SUCCESS:
+        retry_after = trailing.get(metadata.RETRY_AFTER_MS, "")
+        reason = metadata.decode_text(trailing.get(metadata.REASON, ""))
+        raise StatusError(call, status, reason, int(retry_after) if retry_after.isdigit() else 0)
+
+
+@dataclass
+class Progress:
+    """What the reader of one request has received so far; its count is the cursor sent with every Get."""
+
+    uuid: str
+    received: int = 0
+    is_ended: bool = False
+    finish_reason: str = ""
+    reason: str = ""
+    tensors: dict[str, pb.Tensor] = field(default_factory=dict)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Request metadata of the next Get."""
+        return ((metadata.CURSOR, str(self.received)),)
+
+    def accept(self, reply: pb.GeneratedElements, trailing: Mapping[str, str]) -> list[int]:
+        """The new tokens of an answer; raises ``StatusError`` for a uuid the fleet does not know."""
+        if reply.empty:
+            reason = metadata.decode_text(trailing.get(metadata.REASON, "")) or (
+                f"request {self.uuid} is unknown, released or expired"
+            )
+            raise StatusError("Get", pb.ALLSPARK_ILLEGAL_REQUEST_ID, reason)
+        ids = list(reply.ids_from_generate)
+        self.received += len(ids)
+        self.tensors.update(reply.tensors_from_model_inference.tensor_map)
+        if metadata.FINISH_REASON in trailing:
+            self._end(trailing[metadata.FINISH_REASON], trailing)
+        return ids
+
+    def accept_status(self, status: int, trailing: Mapping[str, str]) -> None:
+        """What GenerateStatus said after an empty Get: the answer of servers that send no finish reason."""
+        if status in (pb.GenerateFinished, pb.GenerateInterrupted):
+            default = "stopped" if status == pb.GenerateFinished else "interrupted"
+            self._end(trailing.get(metadata.FINISH_REASON, default), trailing)
+
+    def _end(self, finish_reason: str, trailing: Mapping[str, str]) -> None:
+        self.is_ended = True
+        self.finish_reason = finish_reason
+        self.reason = metadata.decode_text(trailing.get(metadata.REASON, ""))
+
+    def raise_if_interrupted(self) -> None:
+        """Raise ``RequestInterrupted`` if the request ended without finishing."""
+        if self.is_ended and self.finish_reason not in metadata.FINISHED_REASONS:
+            raise RequestInterrupted(self.uuid, self.finish_reason, self.reason)
