@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
@@ -27,7 +27,7 @@ from allspark.client.options import GenerateOptions, ModelOptions, start_request
 class Client:
     """Calls a fleet through any of its gateways.
 
-    ``grpc``: one address or several (``HOST:PORT`` or ``unix:/path``). ``timeout_s`` bounds one try of a call,
+    ``addresses``: one or several, ``HOST:PORT`` or ``unix:/path``. ``timeout_s`` bounds one try of a call,
     ``model_timeout_s`` one that loads or drains a model, ``retry_s`` the time without any answer after which
     ``FleetUnavailable`` is raised.
     """
@@ -113,37 +113,40 @@ class Client:
         timeout_s: float | None = None,
         metadata: Sequence[tuple[str, str]] = (),
     ) -> tuple[Any, dict[str, str]]:
-        """Any RPC by its name: the answer and its trailing metadata; goes on to other addresses on failure."""
+        """Any RPC by its name: answer and trailing metadata; a failure goes on to the other addresses."""
         attempts = Attempts(name, self._route)
         while True:
             address = self._route.current
-            method = getattr(self._stub(address), name)
             try:
-                reply, call = method.with_call(
-                    message, timeout=timeout_s or self._timeout_s, metadata=metadata
-                )
+                return self._once(address, name, message, timeout_s or self._timeout_s, metadata)
             except grpc.RpcError as error:
                 time.sleep(attempts.failed(address, error.code(), error.details() or ""))
-            else:
-                return reply, trailing_texts(call.trailing_metadata())
 
     def wait_for_tokens(self, message: pb.UUID, progress: Progress, wait_s: float) -> list[int]:
         """One Get that waits at most ``wait_s``; an empty list means that nothing came in this time."""
-        address = self._route.current
-        stub = self._stub(address)
-        try:
-            reply, call = stub.Get.with_call(message, timeout=wait_s, metadata=progress.metadata())
-            trailing = trailing_texts(call.trailing_metadata())
-        except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                self._route.leave(address)
-                return []
-            reply, trailing = self.call("Get", message, timeout_s=GET_WAIT_S, metadata=progress.metadata())
+        attempts = Attempts("Get", self._route)
+        while True:
+            address = self._route.current
+            try:
+                reply, trailing = self._once(address, "Get", message, wait_s, progress.metadata())
+                break
+            except grpc.RpcError as error:
+                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._route.leave(address)
+                    return []
+                time.sleep(attempts.failed(address, error.code(), error.details() or ""))
         ids = progress.accept(reply, trailing)
         if not ids and not progress.is_ended:
             status, trailing = self.call("GenerateStatus", message)
             progress.accept_status(status.status, trailing)
         return ids
+
+    def _once(
+        self, address: str, name: str, message: object, timeout_s: float, metadata: Sequence[tuple[str, str]]
+    ) -> tuple[Any, dict[str, str]]:
+        method = getattr(self._stub(address), name)
+        reply, call = method.with_call(message, timeout=timeout_s, metadata=tuple(metadata))
+        return reply, trailing_texts(call.trailing_metadata())
 
     def _status(self, name: str, message: object) -> None:
         reply, trailing = self.call(name, message, timeout_s=self._model_timeout_s)
@@ -227,13 +230,8 @@ class Request:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _release(self.release, error)
-
-
-def _release(release: Callable[[], None], error: BaseException | None) -> None:
-    """Release, but let the caller's own error come first."""
-    try:
-        release()
-    except AllSparkError:
-        if error is None:
-            raise
+        try:
+            self.release()
+        except AllSparkError:
+            if error is None:
+                raise
