@@ -1,0 +1,42 @@
+"""AllSpark kernels: each operation has one signature; its device decides which implementation runs.
+
+Triton serves CUDA, a native C library serves the CPU, and plain PyTorch is the oracle of both. The
+package depends on nothing else of the fleet, so it can be taken alone to a GPU machine.
+"""
+
+from .api import (
+    add_rms_norm,
+    linear,
+    mark_seen,
+    pack_linear,
+    paged_attention,
+    rms_norm,
+    rotary_kv_write,
+    sample,
+    silu_mul,
+)
+from .backend import backend_for, compute_dtype, use_backend
+from .graphs import capture
+from .plan import AttentionPlan, plan_attention, reserve_decode_plan
+from .types import PackedLinear, SamplingBatch
+
+__all__ = [
+    "AttentionPlan",
+    "PackedLinear",
+    "SamplingBatch",
+    "add_rms_norm",
+    "backend_for",
+    "capture",
+    "compute_dtype",
+    "linear",
+    "mark_seen",
+    "pack_linear",
+    "paged_attention",
+    "plan_attention",
+    "reserve_decode_plan",
+    "rms_norm",
+    "rotary_kv_write",
+    "sample",
+    "silu_mul",
+    "use_backend",
+]
