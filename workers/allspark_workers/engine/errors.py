@@ -16,7 +16,7 @@ class UnsupportedModelError(EngineError):
 
 
 class ModelMemoryError(EngineError):
-    """Weights or KV spans do not fit into the device's memory; says how much was asked and how much there is."""
+    """Weights or KV spans do not fit into the device's memory; says what was asked and what there is."""
 
 
 class LedgerError(EngineError):

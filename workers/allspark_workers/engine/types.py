@@ -32,9 +32,9 @@ class FinishReason(StrEnum):
 class GenerationParams:
     """One request's generation settings, already normalised at the edge (spec 2.5).
 
-    `max_length` and `min_length` count prompt and generated tokens together; `max_length` exceeds the prompt.
-    `eos_token_id` None: no such token. `do_sample` False or `temperature` below 1e-5: greedy. `top_k` 0: whole
-    vocabulary. `top_p` outside (0, 1): off. `seed` is any 64-bit integer.
+    `max_length` and `min_length` count prompt and generated tokens together; `max_length` exceeds the
+    prompt. `eos_token_id` None: no such token. `do_sample` False or `temperature` below 1e-5: greedy.
+    `top_k` 0: whole vocabulary. `top_p` outside (0, 1): off. `seed` is any 64-bit integer.
     """
 
     max_length: int
@@ -143,10 +143,10 @@ class EngineStat:
 class ModelConfig:
     """How a model is loaded and run; zero means "choose" wherever a default is named.
 
-    `model_path`: a Hugging Face directory or a GGUF file; `weights_path` empty or the same, or where the weights
-    lie if not there. `dtype` "auto": the checkpoint's own (quantised GGUF: bf16). `max_length` 0: the model's own.
-    `max_batch` 0: 32. `span_size` tokens, 0: 32. `kv_bytes` 0: a bounded share of free memory.
-    `num_threads` 0: as many as the process may use. `prefill_chunk`: token budget of a step.
+    `model_path`: a Hugging Face directory or a GGUF file; `weights_path` empty or the same, or where the
+    weights lie if not there. `dtype` "auto": the checkpoint's own (quantised GGUF: bf16). `max_length` 0: the
+    model's own. `max_batch` 0: 32. `span_size` tokens, 0: 32. `kv_bytes` 0: a bounded share of free memory.
+    `num_threads` 0: as many as the process may use. `prefill_chunk`: prompt tokens computed per step.
     """
 
     model_path: str

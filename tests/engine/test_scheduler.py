@@ -1,0 +1,254 @@
+"""Scheduling decisions, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from allspark_workers.engine.pages import PageLedger
+from allspark_workers.engine.scheduler import Row, Scheduler, StepPlan
+from allspark_workers.engine.sequence import NO_ROW, Sequence
+from allspark_workers.engine.types import EngineRequest, GenerationParams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+Maker = Callable[..., Sequence]
+SPAN = 4
+
+
+def scheduler(spans: int = 100, max_batch: int = 4, budget: int = 8) -> Scheduler:
+    return Scheduler(PageLedger(spans), SPAN, max_batch, budget)
+
+
+def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
+    return [(row.sequence.request_id, row.start, row.count, row.samples) for row in plan.rows]
+
+
+def run(sched: Scheduler, plan: StepPlan) -> None:
+    for row in plan.rows:
+        sched.commit(row)
+        if row.samples:
+            row.sequence.append(1)
+
+
+def step(sched: Scheduler) -> list[tuple[str, int, int, bool]]:
+    plan = sched.schedule()
+    run(sched, plan)
+    sched.check()
+    return shape(plan)
+
+
+def test_a_prompt_is_chunked_then_decodes(make_sequence: Maker) -> None:
+    sched = scheduler()
+    sched.add(make_sequence(19, name="a"))
+    assert step(sched) == [("a", 0, 8, False)]
+    assert step(sched) == [("a", 8, 8, False)]
+    assert step(sched) == [("a", 16, 3, True)]
+    assert step(sched) == [("a", 19, 1, True)]
+
+
+def test_decode_goes_first_and_prompts_share_the_budget(make_sequence: Maker) -> None:
+    sched = scheduler()
+    sched.add(make_sequence(3, name="a"))
+    step(sched)
+    sched.add(make_sequence(6, name="b"))
+    sched.add(make_sequence(6, name="c"))
+    assert step(sched) == [("a", 3, 1, True), ("b", 0, 6, True), ("c", 0, 2, False)]
+    assert step(sched) == [("a", 4, 1, True), ("b", 6, 1, True), ("c", 2, 4, True)]
+
+
+def test_waiting_requests_start_by_priority_then_arrival(make_sequence: Maker) -> None:
+    sched = scheduler(max_batch=2)
+    sched.add(make_sequence(2, name="late", arrival_s=2.0))
+    sched.add(make_sequence(2, name="early", arrival_s=1.0))
+    sched.add(make_sequence(2, name="urgent", arrival_s=3.0, priority=1))
+    assert [name for name, *_ in step(sched)] == ["urgent", "early"]
+
+
+def test_a_large_request_at_the_head_is_not_overtaken(make_sequence: Maker) -> None:
+    sched = scheduler(spans=6, budget=100)
+    sched.add(make_sequence(8, name="a"))
+    step(sched)
+    sched.add(make_sequence(20, name="big"))
+    sched.add(make_sequence(2, name="small"))
+    assert [name for name, *_ in step(sched)] == ["a"]
+    sched.remove(sched.running[0])
+    assert step(sched)[0] == ("big", 0, 20, True)
+
+
+def test_admission_leaves_running_requests_room_to_grow(make_sequence: Maker) -> None:
+    sched = scheduler(spans=2, budget=100)
+    first = make_sequence(4, name="a")
+    sched.add(first)
+    sched.add(make_sequence(4, name="b", arrival_s=1.0))
+    for _ in range(4):
+        assert [name for name, *_ in step(sched)] == ["a"]
+    assert sched.num_preemptions == 0
+    sched.remove(first)
+    assert step(sched) == [("b", 0, 4, True)]
+
+
+def test_preemption_keeps_tokens_and_frees_spans_for_the_elder(make_sequence: Maker) -> None:
+    sched = scheduler(spans=5, budget=100)
+    elder = make_sequence(6, name="elder", arrival_s=0.0)
+    younger = make_sequence(6, name="younger", arrival_s=1.0)
+    sched.add(elder)
+    sched.add(younger)
+    assert [name for name, *_ in step(sched)] == ["elder", "younger"]
+    while not sched.num_preemptions:
+        step(sched)
+    assert younger.row == NO_ROW and younger.spans == [] and younger.num_computed == 0
+    length = younger.length
+    assert length > 6
+    sched.remove(elder)
+    assert step(sched) == [("younger", 0, length, True)]
+
+
+def test_a_request_alone_that_outgrows_the_pool_is_exhausted(make_sequence: Maker) -> None:
+    sched = scheduler(spans=2, budget=100)
+    seq = make_sequence(7, name="a")
+    sched.add(seq)
+    step(sched)
+    step(sched)
+    plan = sched.schedule()
+    assert plan.exhausted == [seq] and plan.rows == []
+    sched.remove(seq)
+    assert sched.ledger.free == 2
+
+
+def test_a_request_larger_than_the_pool_does_not_block_the_queue(make_sequence: Maker) -> None:
+    sched = scheduler(spans=2, budget=100)
+    giant = make_sequence(9, name="giant")
+    sched.add(giant)
+    sched.add(make_sequence(2, name="small", arrival_s=1.0))
+    plan = sched.schedule()
+    assert plan.exhausted == [giant]
+    assert [row.sequence.request_id for row in plan.rows] == ["small"]
+
+
+def test_higher_priority_takes_the_place_of_lower(make_sequence: Maker) -> None:
+    sched = scheduler(max_batch=2)
+    for name in ("a", "b"):
+        sched.add(make_sequence(2, name=name))
+    step(sched)
+    sched.add(make_sequence(2, name="urgent", priority=5))
+    sched.add(make_sequence(2, name="same"))
+    assert [name for name, *_ in step(sched)] == ["a", "urgent"]
+    assert sched.get("b") in sched.waiting
+
+
+def test_lower_priority_is_not_preempted_in_vain(make_sequence: Maker) -> None:
+    sched = scheduler(spans=6, budget=100)
+    sched.add(make_sequence(12, name="equal", priority=5))
+    sched.add(make_sequence(4, name="low"))
+    step(sched)
+    sched.add(make_sequence(16, name="urgent", priority=5, arrival_s=1.0))
+    assert [name for name, *_ in step(sched)] == ["equal", "low"]
+
+
+def test_held_requests_rest_and_are_the_first_victims(make_sequence: Maker) -> None:
+    sched = scheduler(spans=5, budget=100)
+    held = make_sequence(6, name="held", arrival_s=0.0)
+    other = make_sequence(6, name="other", arrival_s=1.0)
+    sched.add(held)
+    sched.add(other)
+    step(sched)
+    held.is_held = True
+    while not sched.num_preemptions:
+        assert [name for name, *_ in step(sched)] == ["other"]
+    assert held.row == NO_ROW and held.length == 7
+    other.is_held = True
+    assert not sched.has_work()
+    held.is_held = False
+    assert sched.has_work()
+
+
+def test_deadlines_are_found(make_sequence: Maker) -> None:
+    sched = scheduler()
+    soon = make_sequence(2, name="soon", deadline_s=5.0)
+    sched.add(soon)
+    sched.add(make_sequence(2, name="later", deadline_s=9.0))
+    sched.add(make_sequence(2, name="never"))
+    assert sched.next_deadline_s() == 5.0
+    assert sched.expired(4.9) == []
+    assert sched.expired(5.0) == [soon]
+    sched.remove(soon)
+    assert sched.next_deadline_s() == 9.0
+
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 2), st.integers(0, 30)),
+    min_size=1,
+    max_size=12,
+)
+
+
+def _request(index: int, prompt: int, new: int, priority: int) -> Sequence:
+    ids = list(range(prompt))
+    import numpy as np
+
+    params = GenerationParams(max_length=prompt + new)
+    request = EngineRequest(f"r{index}", 1, np.asarray(ids, np.int64), params, priority=priority)
+    return Sequence(request, index)
+
+
+@settings(max_examples=120, deadline=None)
+@given(REQUESTS, st.integers(2, 14), st.integers(1, 5), st.integers(1, 20), st.randoms(use_true_random=False))
+def test_every_request_ends_and_the_ledger_balances(
+    requests: list[tuple[int, int, int, int]], spans: int, max_batch: int, budget: int, random: object
+) -> None:
+    """Arrivals, holds and cancellations at random: everything ends, every token is computed in order."""
+    sched = Scheduler(PageLedger(spans), SPAN, max_batch, budget)
+    pending = [(at, _request(i, *rest)) for i, (*rest, at) in enumerate(requests)]
+    ended: dict[str, str] = {}
+    for now in range(3000):
+        for _, seq in [item for item in pending if item[0] <= now]:
+            sched.add(seq)
+        pending = [item for item in pending if item[0] > now]
+        if now < 200:
+            _disturb(sched, random, ended)
+        else:
+            for seq in sched:
+                seq.is_held = False
+        _one_step(sched, budget, ended)
+        if not pending and not len(sched):
+            break
+    assert len(ended) == len(requests), f"still live: {[s.request_id for s in sched]}"
+    assert sched.ledger.free == spans
+
+
+def _disturb(sched: Scheduler, random: object, ended: dict[str, str]) -> None:
+    for seq in sched:
+        draw = random.random()  # type: ignore[attr-defined]
+        if draw < 0.05:
+            seq.is_held = not seq.is_held
+        elif draw < 0.06:
+            sched.remove(seq)
+            ended[seq.request_id] = "stopped"
+
+
+def _one_step(sched: Scheduler, budget: int, ended: dict[str, str]) -> None:
+    plan = sched.schedule()
+    sched.check()
+    assert sum(row.count for row in plan.rows if row.sequence.num_remaining > 1) <= budget
+    assert len({row.sequence.request_id for row in plan.rows}) == len(plan.rows) <= sched.max_batch
+    for seq in plan.exhausted:
+        assert sched.spans_for(seq.length) > sched.ledger.total
+        sched.remove(seq)
+        ended[seq.request_id] = "exhausted"
+    for row in plan.rows:
+        _check_row(row)
+        sched.commit(row)
+        if row.samples:
+            row.sequence.append(1)
+            if row.sequence.length >= row.sequence.request.params.max_length:
+                sched.remove(row.sequence)
+                ended[row.sequence.request_id] = "length"
+    sched.check()
+
+
+def _check_row(row: Row) -> None:
+    seq = row.sequence
+    assert not seq.is_held and seq.row != NO_ROW
+    assert row.start == seq.num_computed and row.count >= 1
+    assert len(seq.spans) * SPAN >= row.start + row.count
+    assert row.samples == (row.start + row.count == seq.length)

@@ -1,0 +1,91 @@
+"""A request inside the engine: its tokens, how many of them are in the KV cache, and where."""
+
+from __future__ import annotations
+
+import numpy as np
+from allspark_workers.engine.constraints import Constraints
+from allspark_workers.engine.types import EngineRequest
+from numpy.typing import NDArray
+
+MIN_GREEDY_TEMPERATURE = 1e-5
+NO_ROW = -1
+
+
+class Sequence:
+    """State of one live request.
+
+    `length` tokens are known (prompt, then generated); the first `num_computed` of them have their K and V in
+    `spans`. `row` is the batch slot (span-table row and penalty bitmask) while the request runs, else NO_ROW.
+    """
+
+    __slots__ = (
+        "constraints",
+        "is_done",
+        "is_held",
+        "is_marked",
+        "length",
+        "num_computed",
+        "num_prompt",
+        "order",
+        "request",
+        "row",
+        "sampling",
+        "spans",
+        "tokens",
+        "uses_penalties",
+    )
+
+    def __init__(self, request: EngineRequest, serial: int) -> None:
+        self.request = request
+        params = request.params
+        self.num_prompt = len(request.prompt)
+        self.length = self.num_prompt + len(request.generated)
+        self.tokens: NDArray[np.int64] = np.empty(self.length + 64, np.int64)
+        self.tokens[: self.num_prompt] = request.prompt
+        self.tokens[self.num_prompt : self.length] = request.generated
+        self.num_computed = 0
+        self.spans: list[int] = []
+        self.row = NO_ROW
+        self.is_held = False
+        self.is_done = False
+        self.is_marked = False  # the penalty bitmask of `row` holds this request's tokens
+        self.constraints = Constraints(params)
+        # Service order: higher priority first, then earlier arrival; the serial number breaks ties.
+        self.order = (-request.priority, request.arrival_s, serial)
+        greedy = not params.do_sample or params.temperature < MIN_GREEDY_TEMPERATURE
+        self.sampling = (
+            0.0 if greedy else params.temperature,
+            params.top_k,
+            params.top_p,
+            params.seed,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.suppress_repetition,
+        )
+        self.uses_penalties = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens after the prompt, those of earlier workers included."""
+        return self.length - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Known tokens that still have to pass through the model; the last of them yields the next token."""
+        return self.length - self.num_computed
+
+    def append(self, token: int) -> None:
+        """Add a generated token."""
+        if self.length == len(self.tokens):
+            self.tokens = np.concatenate((self.tokens, np.empty(self.length, np.int64)))
+        self.tokens[self.length] = token
+        self.length += 1
+
+    def tail(self, count: int) -> tuple[int, ...]:
+        """The last `count` tokens, or all of them if there are fewer."""
+        return tuple(self.tokens[max(0, self.length - count) : self.length].tolist())

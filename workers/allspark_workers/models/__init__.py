@@ -1,0 +1,1 @@
+"""Model families, and the loaders that read them from safetensors and GGUF."""
