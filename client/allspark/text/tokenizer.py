@@ -1,0 +1,134 @@
+"""One tokenizer class over the two places a tokenizer comes from."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RawTokenizer
+
+from allspark.text import gguf_tokenizer
+from allspark.text.chat import render_chat
+from allspark.text.errors import TextError
+from allspark.text.gguf_header import read_header
+from allspark.text.stream import TextStream
+
+__all__ = ["TextError", "Tokenizer", "load_tokenizer"]
+
+
+class Tokenizer:
+    """Encodes prompts and conversations, decodes generated ids.
+
+    ``eos_ids`` are the tokens that end a turn, the main one first; it may be empty.
+    """
+
+    def __init__(
+        self,
+        raw: RawTokenizer,
+        *,
+        eos_ids: Sequence[int] = (),
+        prefix_ids: Sequence[int] = (),
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self._raw = raw
+        self.eos_ids = tuple(eos_ids)
+        self._prefix_ids = list(prefix_ids)
+        self._chat_template = chat_template
+        self._special_tokens = dict(special_tokens or {})
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a plain prompt, with the beginning-of-text token if the model wants one."""
+        return self._prefix_ids + list(self._raw.encode(text, add_special_tokens=True).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a conversation up to the assistant's turn; raises ``TextError`` without a template."""
+        if self._chat_template is None:
+            raise TextError("this model has no chat template; leave out --chat to send the prompt as it is")
+        text = render_chat(self._chat_template, messages, self._special_tokens)
+        return list(self._raw.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens left out."""
+        return str(self._raw.decode(list(ids), skip_special_tokens=True))
+
+    def stream(self) -> TextStream:
+        """A fresh incremental decoder."""
+        return TextStream(self.decode)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory, a ``tokenizer.json`` or a GGUF file.
+
+    Raises ``TextError`` when there is none or it is of an unknown kind.
+    """
+    if path.is_dir():
+        return _from_json(path / "tokenizer.json")
+    if not path.exists():
+        raise TextError(f"{path} does not exist; name a model directory, a tokenizer.json or a GGUF file")
+    return _from_json(path) if path.suffix == ".json" else _from_gguf(path)
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    found = gguf_tokenizer.from_header(read_header(path), path)
+    ids = {"bos_token": found.bos_id, "eos_token": next(iter(found.eos_ids), None)}
+    texts = {name: found.raw.id_to_token(index) for name, index in ids.items() if index is not None}
+    return Tokenizer(
+        found.raw,
+        eos_ids=found.eos_ids,
+        prefix_ids=[found.bos_id] if found.adds_bos and found.bos_id is not None else [],
+        chat_template=found.chat_template,
+        special_tokens={name: text for name, text in texts.items() if text is not None},
+    )
+
+
+def _from_json(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise TextError(f"{path} does not exist; name a directory with a tokenizer.json, or a GGUF file")
+    raw = RawTokenizer.from_file(str(path))
+    config = _read_json(path.with_name("tokenizer_config.json"))
+    special = {
+        name: text
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if (text := _token_text(config.get(name))) is not None
+    }
+    return Tokenizer(
+        raw,
+        eos_ids=_eos_ids(raw, special, _read_json(path.with_name("generation_config.json"))),
+        chat_template=_template(path, config),
+        special_tokens=special,
+    )
+
+
+def _template(path: Path, config: Mapping[str, Any]) -> str | None:
+    file = path.with_name("chat_template.jinja")
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates; the one for plain chat is called "default"
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _eos_ids(raw: RawTokenizer, special: Mapping[str, str], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    configured = generation.get("eos_token_id", [])
+    ids: list[int | None] = list(configured) if isinstance(configured, list) else [configured]
+    if "eos_token" in special:
+        ids.insert(0, raw.token_to_id(special["eos_token"]))
+    return tuple(dict.fromkeys(index for index in ids if index is not None))
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is plain text or an object with its text in ``content``."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TextError(f"{path} is not JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
