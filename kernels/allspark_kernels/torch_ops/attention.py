@@ -150,7 +150,8 @@ def _merge(state: State, part: State, owner: torch.Tensor) -> State:
     """Fold the partial softmaxes of pairs into the running state of the tiles that own them."""
     top, total, sums = state
     part_top, part_total, part_sums = part
-    new_top = top.index_reduce(0, owner, part_top, "amax")
+    index = owner.view(-1, 1, 1, 1).expand_as(part_top)
+    new_top = top.scatter_reduce(0, index, part_top, "amax")
     anchor = new_top.masked_fill(new_top == float("-inf"), 0.0)
     decay = torch.exp(top - anchor)
     weight = torch.exp(part_top - anchor[owner])
