@@ -229,6 +229,15 @@ class Ledger:
             int(h[9]),
         )
 
+    async def is_same(self, rid: str, digest: bytes) -> bool:
+        """Whether a request with this body is in the ledger already."""
+        return bool(await self._store.command("HGET", keys.request(rid), "dg") == digest)
+
+    async def model_of(self, rid: str) -> str | None:
+        """The model of a request that has not been released."""
+        model = await self._store.command("HGET", keys.request(rid), "md")
+        return None if model is None else _text(model)
+
     async def open_requests(self, model: str) -> list[str]:
         """Ids of the model's open requests, oldest first; may name some that just ended."""
         return [_text(r) for r in await self._store.command("ZRANGE", keys.open_requests(model), 0, -1)]
@@ -245,13 +254,31 @@ class Ledger:
         """Ids of the tenant's requests that have not been released; may name some that expired."""
         return [_text(r) for r in await self._store.command("SMEMBERS", keys.tenant_requests(tenant))]
 
-    async def forget_expired(self, tenant: str) -> int:
-        """Drops index entries whose ledger record is gone; returns how many."""
+    async def num_unreleased(self, model: str, tenant: str) -> int:
+        """How many of a tenant's requests of a model are still in the ledger."""
         rids = await self.tenant_requests(tenant)
-        there = await self._store.batch([("EXISTS", keys.request(r)) for r in rids])
-        gone = [r for r, e in zip(rids, there, strict=True) if not e]
+        owners = await self._store.batch([("HGET", keys.request(r), "md") for r in rids])
+        return sum(1 for owner in owners if owner is not None and owner.decode() == model)
+
+    async def sweep_tenants(self) -> int:
+        """Drops index entries whose ledger record expired; returns how many."""
+        gone = 0
+        cursor = b"0"
+        while True:
+            cursor, found = await self._store.command(
+                "SCAN", cursor, "MATCH", keys.tenant_requests("*"), "COUNT", 1000
+            )
+            for key in found:
+                gone += await self._sweep(key.decode())
+            if cursor == b"0":
+                return gone
+
+    async def _sweep(self, index: str) -> int:
+        rids = [_text(r) for r in await self._store.command("SMEMBERS", index)]
+        states = await self._store.batch([("HGET", keys.request(r), "st") for r in rids])
+        gone = [r for r, st in zip(rids, states, strict=True) if st in (None, b"released")]
         if gone:
-            await self._store.command("SREM", keys.tenant_requests(tenant), *gone)
+            await self._store.command("SREM", index, *gone)
         return len(gone)
 
     async def tokens(self, rid: str) -> list[int]:

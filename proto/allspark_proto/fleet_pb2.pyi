@@ -748,7 +748,6 @@ class ModelFacts(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
-    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     model_type: _builtins.str
@@ -761,7 +760,6 @@ class ModelFacts(_message.Message):
     device: _builtins.str
     """"CPU" or "CUDA", as model information prints it"""
     dtype: _builtins.str
-    hidden_size: _builtins.int
     num_layers: _builtins.int
     digest: _builtins.str
     """of configuration and weights; equal digests generate equal tokens"""
@@ -778,13 +776,12 @@ class ModelFacts(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         device: _builtins.str = ...,
         dtype: _builtins.str = ...,
-        hidden_size: _builtins.int = ...,
         num_layers: _builtins.int = ...,
         digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "hidden_size", b"hidden_size", "kv_tokens", b"kv_tokens", "max_batch", b"max_batch", "max_length", b"max_length", "model_type", b"model_type", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_tokens", b"kv_tokens", "max_batch", b"max_batch", "max_length", b"max_length", "model_type", b"model_type", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,1 @@
+"""The broker: worker table, routing, bounded queues, admission, model life cycle, reaper."""

@@ -1,0 +1,128 @@
+"""What a StartRequest must satisfy before it is recorded (spec 1.4.9, 2.3.4, 2.5). Pure functions."""
+
+import hashlib
+import math
+
+import numpy as np
+from allspark_bus import tensors
+from allspark_bus.errors import CacheMemoryOut, LimitError, ParamError
+from allspark_proto import allspark_service_pb2 as pb
+from allspark_proto import fleet_pb2 as fleet
+from numpy.typing import NDArray
+
+MAX_WORDS = 1024
+MAX_WORD_TOKENS = 1024
+#: A prompt leaves room for two tokens, as upstream requires.
+PROMPT_HEADROOM = 2
+
+
+def digest(request: pb.StartRequestRequest) -> bytes:
+    """Identity of a request's body: equal digests are a retry, different ones a conflict."""
+    return hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest()
+
+
+def check_uuid(uuid: str, max_bytes: int) -> None:
+    """Raises ParamError for a uuid that is empty or too long."""
+    if not uuid:
+        raise ParamError(
+            "config.uuid is empty: choose a uuid, so that a retry can be told from a new request"
+        )
+    if len(uuid.encode()) > max_bytes:
+        raise ParamError(f"config.uuid has {len(uuid.encode())} bytes, the limit is {max_bytes}")
+
+
+def check_request(request: pb.StartRequestRequest, facts: fleet.ModelFacts) -> None:
+    """Raises ParamError, LimitError or CacheMemoryOut with the first thing that is wrong."""
+    _check_supported(request)
+    for name, tensor in request.inputs.tensor_map.items():
+        tensors.check(name, tensor)
+    prompt = tensors.prompt_ids(request)
+    _check_lengths(len(prompt), request.config.max_length, facts)
+    _check_ids("input_ids", prompt, facts.vocab_size)
+    _check_words(request.config, facts.vocab_size)
+    _check_ranges(request.config, facts.vocab_size)
+    if facts.kv_tokens and len(prompt) + 1 > facts.kv_tokens:
+        raise CacheMemoryOut(
+            f"a prompt of {len(prompt)} tokens can never fit the KV memory of {facts.kv_tokens} tokens"
+        )
+
+
+def _check_supported(request: pb.StartRequestRequest) -> None:
+    config = request.config
+    unsupported = {
+        "infer_type ModelInference": request.infer_type != pb.Generate,
+        "mm_type rich text": request.mm_type != pb.TextInput,
+        "num_beams > 1": config.num_beams > 1,
+        "num_return_sequences > 1": config.num_return_sequences > 1,
+        "top_k_arr": bool(config.top_k_arr),
+        "top_p_arr": bool(config.top_p_arr),
+        "seed_arr": bool(config.seed_arr),
+        "probe_only": config.probe_only,
+        "lora_name": bool(config.lora_name),
+        "response_format": bool(config.response_format.get("type")),
+    }
+    for name, is_used in unsupported.items():
+        if is_used:
+            raise ParamError(f"{name} is not supported by this version; leave it out")
+    for name in ("num_beams", "num_return_sequences", "async_token_num", "first_token_num"):
+        if getattr(config, name) < 0:
+            raise ParamError(f"{name} is {getattr(config, name)}; it must not be negative")
+
+
+def _check_lengths(num_prompt: int, max_length: int, facts: fleet.ModelFacts) -> None:
+    limit = facts.max_length
+    if num_prompt == 0:
+        raise LimitError("the prompt is empty")
+    if num_prompt > limit - PROMPT_HEADROOM:
+        raise LimitError(
+            f"the prompt has {num_prompt} tokens, the limit is {limit - PROMPT_HEADROOM} "
+            f"(engine_max_length {limit} less {PROMPT_HEADROOM})"
+        )
+    if max_length < 0:
+        raise ParamError(f"max_length is {max_length}; it must not be negative")
+    if max_length > limit:
+        raise LimitError(f"max_length {max_length} is over engine_max_length {limit}")
+    if 0 < max_length <= num_prompt:
+        raise LimitError(
+            f"max_length {max_length} counts the prompt too and must exceed its {num_prompt} tokens"
+        )
+
+
+def _check_ids(name: str, ids: NDArray[np.int64], vocab_size: int) -> None:
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        raise ParamError(
+            f"{name}: token id {int(ids[at])} at {at} is outside the vocabulary [0, {vocab_size})"
+        )
+
+
+def _check_words(config: pb.GenerateConfig, vocab_size: int) -> None:
+    for name, words in (("stop_words_ids", config.stop_words_ids), ("bad_words_ids", config.bad_words_ids)):
+        if len(words.ids) > MAX_WORDS:
+            raise LimitError(f"{name} has {len(words.ids)} words, the limit is {MAX_WORDS}")
+        for array in words.ids:
+            if len(array.word) > MAX_WORD_TOKENS:
+                raise LimitError(
+                    f"{name}: a word has {len(array.word)} tokens, the limit is {MAX_WORD_TOKENS}"
+                )
+            _check_ids(name, np.asarray(array.word, np.int64), vocab_size)
+
+
+def _check_ranges(config: pb.GenerateConfig, vocab_size: int) -> None:
+    for name, low, high in (
+        ("top_p", 0.0, 1.0),
+        ("repetition_penalty", 0.0, 2.0),
+        ("presence_penalty", -2.0, 2.0),
+    ):
+        value = getattr(config, name)
+        if not low <= value <= high:
+            raise ParamError(f"{name} is {value:g}, legal is [{low:g}, {high:g}]")
+    if not math.isfinite(config.temperature):
+        raise ParamError(f"temperature is {config.temperature}; it must be a finite number")
+    for name in ("top_k", "no_repeat_ngram_size"):
+        if getattr(config, name) < 0:
+            raise ParamError(f"{name} is {getattr(config, name)}; it must not be negative")
+    if config.eos_token_id >= vocab_size:
+        raise ParamError(
+            f"eos_token_id {config.eos_token_id} is outside the vocabulary [0, {vocab_size}); negative means none"
+        )

@@ -1,0 +1,73 @@
+"""What a ModelStructConfig must satisfy before a build begins (spec 1.4.1, 2.4). Pure functions."""
+
+import re
+from collections.abc import Iterable
+
+from allspark_bus.errors import FileError, ParamError
+from allspark_proto import allspark_service_pb2 as pb
+
+SPAN_SIZES = (0, 16, 32, 64, 128)
+PRECISIONS = ("", "highest", "high", "medium", "medium_bf16", "medium_fp16")
+MAX_NAME_BYTES = 128
+_COMPUTE_UNIT = re.compile(r"(CPU|CUDA):(\d+(?:,\d+)*)\Z")
+
+
+def check_config(config: pb.ModelStructConfig) -> None:
+    """Raises ParamError or FileError with the first thing that is wrong."""
+    if not config.model_name:
+        raise ParamError("model_name is empty")
+    if len(config.model_name.encode()) > MAX_NAME_BYTES:
+        raise ParamError(f"model_name is longer than {MAX_NAME_BYTES} bytes")
+    if not config.model_path:
+        raise FileError("model_path is empty: name a Hugging Face directory or a GGUF file")
+    required_device(config.compute_unit)
+    if config.cache_span_size not in SPAN_SIZES:
+        raise ParamError(f"cache_span_size is {config.cache_span_size}, legal are 0, 16, 32, 64, 128")
+    for name in ("cache_span_num_init", "cache_span_num_grow", "num_threads", "engine_max_batch"):
+        if getattr(config, name) < 0:
+            raise ParamError(f"{name} is {getattr(config, name)}; it must not be negative")
+    if config.matmul_precision not in PRECISIONS:
+        raise ParamError(
+            f"matmul_precision {config.matmul_precision!r} is unknown; legal are {', '.join(PRECISIONS[1:])}"
+        )
+    if config.engine_max_length < 0 or 0 < config.engine_max_length <= 2:
+        raise ParamError(
+            f"engine_max_length is {config.engine_max_length}; at least 3, or 0 for the model's own"
+        )
+    if config.lora_names.names:
+        raise ParamError("lora_names is not supported by this version; leave it out")
+    if config.cache_mode != pb.AsCacheDefault:
+        raise ParamError(f"cache_mode {config.cache_mode} is not supported by this version; use 0")
+    if config.prefix_cache_ttl < 0:
+        raise ParamError(f"prefix_cache_ttl is {config.prefix_cache_ttl}; it must not be negative")
+
+
+def required_device(compute_unit: str) -> str:
+    """ "cpu", "cuda" or "" (any) for a compute unit. Raises ParamError for one that is none."""
+    if compute_unit == "":
+        return ""
+    match = _COMPUTE_UNIT.match(compute_unit)
+    if match is None:
+        raise ParamError(f"compute_unit {compute_unit!r} is not CPU:<ids> or CUDA:<ids>, as in CUDA:0")
+    if match[1] == "CUDA" and "," in match[2]:
+        raise ParamError(
+            "compute_unit names several GPUs: tensor parallelism is not supported by this version"
+        )
+    return match[1].lower()
+
+
+def is_eligible(device: str, compute_unit: str) -> bool:
+    """Whether a worker on `device` ("cpu", "cuda:0") may serve a model with this compute unit."""
+    return device.startswith(required_device(compute_unit))
+
+
+def model_information(name: str, facts_device: str) -> str:
+    """The text of ModelInfo (spec 2.6.1) for a generative model."""
+    line = "    {{ name: {}, device: {}, dtype: INT64, shape: [0, 0], addr: (nil), val: (null) }}\n"
+    inputs: Iterable[str] = ("input_ids", "attention_mask")
+    return (
+        f"Model Type : {name}\nModel Inputs : \n"
+        + "".join(line.format(i, facts_device) for i in inputs)
+        + "Model Outputs:\n"
+        + line.format("generated_ids", facts_device)
+    )

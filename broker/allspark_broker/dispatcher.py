@@ -1,0 +1,189 @@
+"""Moves requests to workers and back: assignment, acknowledgement, claims, recovery (R2, R3, R10-R12)."""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from allspark_bus.ledger import Advance, Ending, Entry, Ledger, now_ms
+from allspark_proto import allspark_service_pb2 as pb
+from allspark_proto import fleet_pb2 as fleet
+
+from allspark_broker.links import WorkerLink
+from allspark_broker.queue import RequestQueue, Waiting
+from allspark_broker.workers import Flight, Worker, WorkerTable
+
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 2  # R11: a request whose worker died this often while it ran is quarantined
+
+
+class Dispatcher:
+    """Owns the queues; all methods run on the broker's loop."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        table: WorkerTable,
+        link: WorkerLink,
+        max_queue: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ledger = ledger
+        self._table = table
+        self._link = link
+        self._clock = clock
+        self.queues: dict[str, RequestQueue] = defaultdict(lambda: RequestQueue(max_queue))
+
+    def reserve(self, model: str, rid: str) -> Worker | None:
+        """Takes a place on the best worker for a request that is about to be recorded; None: it must queue."""
+        if len(self.queues[model]):
+            return None
+        worker = self._table.choose(model)
+        if worker is not None:
+            worker.flights[rid] = Flight(rid, model, 1, self._clock())
+        return worker
+
+    async def start(self, worker: Worker | None, entry: Entry) -> None:
+        """Sends a request that was just recorded, or queues it."""
+        waiting = Waiting(
+            entry.request_id, entry.epoch, entry.priority, entry.created_ms, entry.deadline_ms, entry.body
+        )
+        if worker is None:
+            self.queues[entry.model].push(waiting)
+            await self.pump(entry.model)
+        else:
+            await self._send(worker, entry.model, waiting)
+
+    async def pump(self, model: str) -> None:
+        """Dispatches queued requests while some worker has room."""
+        queue = self.queues[model]
+        while (waiting := queue.peek()) is not None:
+            worker = self._table.choose(model)
+            if worker is None:
+                return
+            queue.remove(waiting.request_id)
+            # The place is taken before the first await, or two pumps would overfill the worker.
+            worker.flights[waiting.request_id] = self._flight(model, waiting)
+            advance = await self._ledger.advance(waiting.request_id, waiting.epoch, worker.worker_id)
+            if advance.outcome != "ok":
+                worker.flights.pop(waiting.request_id, None)
+                continue
+            waiting.epoch, waiting.resume = advance.epoch, advance.num_tokens > 0
+            await self._send(worker, model, waiting)
+
+    async def pump_all(self) -> None:
+        """Dispatches what any queue holds."""
+        for model in [m for m, q in self.queues.items() if len(q)]:
+            await self.pump(model)
+
+    async def _send(self, worker: Worker, model: str, waiting: Waiting) -> None:
+        body = waiting.body
+        if not body:
+            entry = await self._ledger.load(waiting.request_id)
+            if entry is None:
+                worker.flights.pop(waiting.request_id, None)
+                return
+            body = entry.body
+        flight = worker.flights[waiting.request_id] = self._flight(model, waiting)
+        message = fleet.ToWorker(
+            dispatch=fleet.Dispatch(
+                request_id=waiting.request_id,
+                epoch=waiting.epoch,
+                resume=waiting.resume,
+                deadline_unix_ms=waiting.deadline_ms,
+                priority=waiting.priority,
+                request=pb.StartRequestRequest.FromString(body),
+            )
+        )
+        if not await self._link.send(worker.worker_id, message):
+            worker.unreachable += 1
+            await self.take_back(worker, flight, died=False)
+
+    def _flight(self, model: str, w: Waiting) -> Flight:
+        return Flight(w.request_id, model, w.epoch, self._clock())
+
+    async def take_back(self, worker: Worker, flight: Flight, *, died: bool) -> None:
+        """Claims a request from a worker that does not run it (any more) and queues it again."""
+        worker.flights.pop(flight.request_id, None)
+        await self.claim(flight.request_id, flight.epoch, died=died)
+
+    async def claim(self, rid: str, epoch: int, *, died: bool = False) -> None:
+        """Fences whoever held the request and queues it; ends it if its worker died with it too often."""
+        advance = await self._ledger.advance(rid, epoch, "", died=died)
+        if advance.outcome != "ok":
+            return
+        if died and advance.deaths >= MAX_DEATHS:
+            message = f"its worker died while running it {advance.deaths} times; it will not be tried again"
+            log.error("request %s is quarantined: %s", rid, message)
+            await self._ledger.finish(rid, Ending(pb.GenerateInterrupted, "poison", message))
+            return
+        await self._enqueue(rid, advance)
+
+    async def _enqueue(self, rid: str, advance: Advance) -> None:
+        entry = await self._ledger.load(rid)
+        if entry is None:
+            return
+        waiting = Waiting(
+            rid,
+            advance.epoch,
+            entry.priority,
+            entry.created_ms,
+            entry.deadline_ms,
+            entry.body,
+            advance.num_tokens > 0,
+        )
+        self.queues[entry.model].push(waiting)
+        await self.pump(entry.model)
+
+    async def bury(self, worker: Worker) -> None:
+        """Settles everything a dead worker held, one claim at a time."""
+        flights = list(worker.flights.values())
+        log.warning("worker %s is dead; %d request(s) move on", worker.worker_id, len(flights))
+        for flight in flights:
+            await self.take_back(worker, flight, died=flight.accepted)
+
+    async def cancel(self, rid: str, model: str, worker_id: str) -> None:
+        """Frees what an ended request holds: its place in a queue, or its slot in a worker."""
+        self.queues[model].remove(rid)
+        holder = self._table.holding(rid)
+        name = holder[0].worker_id if holder else worker_id
+        if name:
+            await self._link.send(name, fleet.ToWorker(cancel=fleet.Cancel(request_id=rid)))
+
+    async def ended(self, worker: Worker, rid: str, epoch: int) -> None:
+        """A worker let go of a request: its place is free."""
+        flight = worker.flights.get(rid)
+        if flight is not None and flight.epoch == epoch:
+            del worker.flights[rid]
+            await self.pump(flight.model)
+
+    async def expire_deadlines(self) -> None:
+        """Ends queued requests whose deadline has passed; running ones are ended by their engine."""
+        for queue in self.queues.values():
+            for waiting in queue.expired(now_ms()):
+                queue.remove(waiting.request_id)
+                ending = Ending(pb.GenerateInterrupted, "deadline", "its deadline passed while it was queued")
+                await self._ledger.finish(waiting.request_id, ending)
+
+    async def adopt_orphans(self, models: Iterable[str], suspects: dict[str, int]) -> dict[str, int]:
+        """Claims open requests that nobody has: not queued here, and not held by any live worker.
+
+        `suspects` maps ids to the epoch that the previous call saw them orphaned with; only those still
+        orphaned at the same epoch are claimed, so that what is just moving is left alone. Returns the next
+        suspects. This is how a new broker takes over from a dead one.
+        """
+        orphans: dict[str, int] = {}
+        for model in models:
+            for rid in await self._ledger.open_requests(model):
+                if rid in self.queues[model] or self._table.holding(rid) is not None:
+                    continue
+                entry = await self._ledger.load(rid)
+                if entry is None:
+                    await self._ledger.drop_from_index(rid, model)
+                elif suspects.get(rid) == entry.epoch:
+                    log.info("request %s has no owner; taking it over", rid)
+                    await self.claim(rid, entry.epoch)
+                else:
+                    orphans[rid] = entry.epoch
+        return orphans

@@ -1,0 +1,282 @@
+"""The broker process: two sockets, one loop, periodic duties."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import time
+import uuid as uuid_lib
+from collections.abc import Awaitable, Callable
+
+import uvloop
+import zmq.asyncio
+from allspark_bus import sockets
+from allspark_bus.catalogue import Catalogue
+from allspark_bus.errors import FleetError, MalformedMessage, StoreUnavailable
+from allspark_bus.ledger import Ledger, Ttl
+from allspark_bus.store import Store
+from allspark_proto import allspark_service_pb2 as pb
+from allspark_proto import fleet_pb2 as fleet
+from google.protobuf.message import DecodeError
+
+from allspark_broker.calls import Calls, Controls, denied_busy
+from allspark_broker.dispatcher import Dispatcher
+from allspark_broker.fleet_view import EngineStats
+from allspark_broker.lifecycle import Lifecycle
+from allspark_broker.links import ClientLink, WorkerLink
+from allspark_broker.requests import Requests
+from allspark_broker.settings import BrokerSettings
+from allspark_broker.workers import WorkerTable
+
+log = logging.getLogger(__name__)
+
+MAX_CALLS = 20_000  # envelopes in progress at once; one more is denied
+REAP_S = 0.25
+REFRESH_S = 1.0
+SWEEP_S = 60.0
+
+
+class Broker:
+    """Wires the parts; `run` serves until `stop`."""
+
+    def __init__(self, settings: BrokerSettings) -> None:
+        self._settings = settings
+        self.broker_id = uuid_lib.uuid4().hex[:12]
+        self._context = zmq.asyncio.Context()
+        size = int(settings.max_message_bytes)
+        self._frontend, self.frontend = sockets.router(
+            self._context, settings.frontend, max_message_bytes=size
+        )
+        self._backend, self.backend = sockets.router(self._context, settings.backend, max_message_bytes=size)
+        self._clients = ClientLink(self._frontend)
+        self._link = WorkerLink(self._backend, self.broker_id)
+        self._store = Store(settings.redis)
+        ttl = Ttl(int(settings.result_ttl_s * 1000), int(settings.tombstone_ttl_s * 1000))
+        self._ledger = Ledger(self._store, ttl)
+        self._table = WorkerTable(settings.worker_timeout_s, time.monotonic)
+        self._dispatcher = Dispatcher(self._ledger, self._table, self._link, settings.max_queue)
+        self._lifecycle = Lifecycle(
+            Catalogue(self._store), self._ledger, self._table, self._nudge, settings.drain_s
+        )
+        self._requests = Requests(self._ledger, self._dispatcher, self._lifecycle, settings.max_uuid_bytes)
+        self._stats = EngineStats()
+        self._controls = Controls(self._link.send)
+        self._calls = Calls(
+            self._requests,
+            self._lifecycle,
+            self._dispatcher,
+            self._table,
+            self._stats,
+            self._controls.call,
+            self._drain_fleet,
+        )
+        self._in_progress: dict[tuple[bytes, str], asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._suspects: dict[str, int] = {}
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serves until `stop`. The first catalogue read must succeed, so that no known model is denied."""
+        await self._until_store_answers()
+        loops = [
+            self._serve_frontend(),
+            self._serve_backend(),
+            self._every(self._settings.heartbeat_s, self._beat),
+            self._every(REAP_S, self._reap),
+            self._every(REFRESH_S, self._lifecycle.refresh),
+            self._every(self._settings.worker_timeout_s, self._adopt),
+            self._every(SWEEP_S, self._sweep),
+        ]
+        running = [asyncio.ensure_future(loop) for loop in loops]
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        try:
+            done, _ = await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            await self._finish_calls()
+        finally:
+            for task in [*running, stopped, *self._tasks]:
+                task.cancel()
+            await asyncio.gather(*running, stopped, *self._tasks, return_exceptions=True)
+            await self._store.close()
+            self._context.destroy(linger=sockets.LINGER_MS)
+
+    def stop(self) -> None:
+        """Ends `run` after the calls in progress, or the drain limit. Requests stay in the ledger."""
+        self._stopped.set()
+
+    async def _until_store_answers(self) -> None:
+        while True:
+            try:
+                await self._lifecycle.refresh()
+                return
+            except StoreUnavailable as e:
+                log.warning("waiting for Redis: %s", e)
+
+    async def _finish_calls(self) -> None:
+        if self._in_progress:
+            await asyncio.wait(self._in_progress.values(), timeout=min(self._settings.drain_s, 2.0))
+
+    async def _every(self, interval_s: float, duty: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await duty()
+            except FleetError as e:
+                log.warning("%s: %s", getattr(duty, "__name__", duty), e.reason)
+
+    # ---- clients ----------------------------------------------------------------------------------
+
+    async def _serve_frontend(self) -> None:
+        while True:
+            route, body = sockets.split_route(await self._frontend.recv_multipart())
+            try:
+                envelope = fleet.Envelope.FromString(sockets.payload_of(body))
+            except (MalformedMessage, DecodeError) as e:
+                reason = e.reason if isinstance(e, MalformedMessage) else f"the payload is no Envelope: {e}"
+                await self._clients.send(route, fleet.Reply(as_status=pb.ALLSPARK_PARAM_ERROR, reason=reason))
+                continue
+            key = (route[0], envelope.correlation_id)
+            if key in self._in_progress:
+                continue  # sent again while the first is being worked on: one answer serves both
+            if len(self._in_progress) >= MAX_CALLS:
+                await self._clients.send(route, denied_busy(envelope.correlation_id, MAX_CALLS))
+                continue
+            self._in_progress[key] = asyncio.create_task(self._answer(route, key, envelope))
+
+    async def _answer(self, route: list[bytes], key: tuple[bytes, str], envelope: fleet.Envelope) -> None:
+        try:
+            await self._clients.send(route, await self._calls.execute(envelope))
+        finally:
+            del self._in_progress[key]
+
+    # ---- workers ----------------------------------------------------------------------------------
+
+    async def _serve_backend(self) -> None:
+        while True:
+            identity, *body = await self._backend.recv_multipart()
+            try:
+                message = fleet.FromWorker.FromString(sockets.payload_of(body))
+            except (MalformedMessage, DecodeError) as e:
+                log.warning("malformed message from worker %r: %s", identity, e)
+                continue
+            self._spawn(self._on_worker(message))
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(self._guarded(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except FleetError as e:
+            log.warning("a worker's message could not be handled: %s", e.reason)
+        except Exception:
+            log.exception("a worker's message could not be handled")
+
+    async def _on_worker(self, message: fleet.FromWorker) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "announce":
+            await self._on_announce(message.worker_id, message.announce)
+            return
+        worker = self._table.get(message.worker_id)
+        if worker is None:
+            await self._link.send(message.worker_id, fleet.ToWorker(reannounce=fleet.Reannounce()))
+            return
+        self._table.seen(worker)
+        if kind == "heartbeat":
+            self._table.heartbeat(worker, message.heartbeat)
+            await self._lifecycle.notify()
+            await self._dispatcher.pump_all()
+        elif kind == "accepted":
+            flight = worker.flights.get(message.accepted.request_id)
+            if flight is not None and flight.epoch == message.accepted.epoch:
+                flight.accepted = True
+        elif kind == "refused":
+            await self._on_refused(message.worker_id, message.refused)
+        elif kind == "ended":
+            await self._dispatcher.ended(worker, message.ended.request_id, message.ended.epoch)
+        elif kind == "control_reply":
+            self._controls.answer(message.control_reply)
+        elif kind == "goodbye":
+            await self._bury(message.worker_id)
+
+    async def _on_announce(self, worker_id: str, announce: fleet.Announce) -> None:
+        is_new = self._table.get(worker_id) is None
+        _, lost = self._table.announce(worker_id, announce)
+        if is_new:
+            log.info("worker %s on %s announced itself", worker_id, announce.device)
+        for flight in lost:
+            await self._dispatcher.claim(flight.request_id, flight.epoch)
+        await self._lifecycle.notify()
+        await self._dispatcher.pump_all()
+
+    async def _on_refused(self, worker_id: str, refused: fleet.Refused) -> None:
+        worker = self._table.get(worker_id)
+        flight = worker.flights.get(refused.request_id) if worker else None
+        if worker is None or flight is None or flight.epoch != refused.epoch:
+            return
+        log.info("worker %s hands back %s: %s", worker_id, refused.request_id, refused.reason)
+        await self._dispatcher.take_back(worker, flight, died=False)
+
+    async def _bury(self, worker_id: str) -> None:
+        worker = self._table.remove(worker_id)
+        if worker is not None:
+            self._stats.retire(worker)
+            await self._dispatcher.bury(worker)
+            await self._lifecycle.notify()
+
+    async def _nudge(self) -> None:
+        for worker in self._table:
+            await self._link.send(worker.worker_id, fleet.ToWorker(reconcile=fleet.Reconcile()))
+
+    async def _drain_fleet(self) -> None:
+        for worker in self._table:
+            await self._link.send(worker.worker_id, fleet.ToWorker(drain=fleet.Drain()))
+        self.stop()
+
+    # ---- periodic duties --------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        for worker in self._table:
+            beat = fleet.ToWorker(heartbeat=fleet.BrokerHeartbeat())
+            if not await self._link.send(worker.worker_id, beat):
+                worker.unreachable += 1
+
+    async def _reap(self) -> None:
+        for worker in self._table.dead():
+            await self._bury(worker.worker_id)
+        for worker, flight in self._table.unacknowledged(self._settings.ack_timeout_s):
+            log.warning("worker %s did not acknowledge %s", worker.worker_id, flight.request_id)
+            await self._dispatcher.take_back(worker, flight, died=False)
+        await self._dispatcher.expire_deadlines()
+
+    async def _adopt(self) -> None:
+        models = list(self._lifecycle.models)
+        self._suspects = await self._dispatcher.adopt_orphans(models, self._suspects)
+
+    async def _sweep(self) -> None:
+        await self._ledger.sweep_tenants()
+
+
+async def serve(settings: BrokerSettings) -> None:
+    """Runs a broker until SIGTERM or SIGINT."""
+    broker = Broker(settings)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, broker.stop)
+    log.info("broker %s: clients at %s, workers at %s", broker.broker_id, broker.frontend, broker.backend)
+    if settings.ready_fd is not None:
+        line = json.dumps({"frontend": broker.frontend, "backend": broker.backend})
+        with contextlib.suppress(BrokenPipeError):
+            os.write(settings.ready_fd, line.encode() + b"\n")
+    await broker.run()
+
+
+def main(settings: BrokerSettings) -> int:
+    """Entry point of `allspark broker`."""
+    uvloop.run(serve(settings))
+    return 0

@@ -1,0 +1,130 @@
+"""StartRequest, StopRequest and ReleaseRequest (spec 1.4.9 - 1.4.11)."""
+
+import logging
+
+from allspark_bus import keys
+from allspark_bus.errors import Denied, ParamError, UnknownRequest
+from allspark_bus.ledger import Ending, Entry, Ledger, now_ms
+from allspark_proto import allspark_service_pb2 as pb
+from allspark_proto import fleet_pb2 as fleet
+
+from allspark_broker import admission
+from allspark_broker.dispatcher import Dispatcher
+from allspark_broker.lifecycle import Lifecycle
+
+log = logging.getLogger(__name__)
+
+QUEUE_FULL_RETRY_MS = 1000
+
+
+class Requests:
+    """Admission, and ending requests from outside."""
+
+    def __init__(
+        self, ledger: Ledger, dispatcher: Dispatcher, lifecycle: Lifecycle, max_uuid_bytes: int
+    ) -> None:
+        self._ledger = ledger
+        self._dispatcher = dispatcher
+        self._lifecycle = lifecycle
+        self._max_uuid_bytes = max_uuid_bytes
+        self.accepted_total = 0
+        self.denied_total = 0
+
+    async def start(self, envelope: fleet.Envelope) -> fleet.Reply:
+        """Checks and records a request, then dispatches or queues it; the answer does not wait for that."""
+        request = envelope.start_request
+        uuid = request.config.uuid
+        admission.check_uuid(uuid, self._max_uuid_bytes)
+        rid = keys.request_id(envelope.tenant, uuid)
+        digest = admission.digest(request)
+        try:
+            self._check(request, envelope, rid)
+        except (Denied, ParamError) as e:
+            # A retry of an accepted request gets its answer again, whatever has changed since.
+            if await self._ledger.is_same(rid, digest):
+                return fleet.Reply(uuid=uuid)
+            self.denied_total += isinstance(e, Denied)
+            raise
+        await self._record(envelope, rid, digest)
+        return fleet.Reply(uuid=uuid)
+
+    def _check(self, request: pb.StartRequestRequest, envelope: fleet.Envelope, rid: str) -> None:
+        record = self._lifecycle.serving(request.model_name)
+        admission.check_request(request, record.model_facts())
+        for key in request.inputs.tensor_map:
+            if key not in ("input_ids", "attention_mask", "hash_input"):
+                log.warning("request %s: input tensor %r is not used", rid, key)
+        if 0 < envelope.deadline_unix_ms <= now_ms():
+            raise Denied(f"the deadline of request {envelope.start_request.config.uuid!r} has passed already")
+        queue = self._dispatcher.queues[request.model_name]
+        if queue.is_full:
+            raise Denied(
+                f"{len(queue)} requests for model {request.model_name!r} are waiting already",
+                retry_after_ms=QUEUE_FULL_RETRY_MS,
+            )
+
+    async def _record(self, envelope: fleet.Envelope, rid: str, digest: bytes) -> None:
+        request = envelope.start_request
+        worker = self._dispatcher.reserve(request.model_name, rid)
+        entry = Entry(
+            rid,
+            request.model_name,
+            1 if worker else 0,
+            worker.worker_id if worker else "",
+            request.SerializeToString(),
+            now_ms(),
+            envelope.deadline_unix_ms,
+            envelope.priority,
+            0,
+            0,
+        )
+        outcome = "failed"
+        try:
+            outcome = (await self._ledger.admit(entry, digest)).outcome
+        finally:
+            if outcome != "new" and worker is not None:
+                worker.flights.pop(rid, None)
+        if outcome == "conflict":
+            raise ParamError(
+                f"uuid {request.config.uuid!r} is in use by another request: choose another, or release that one"
+            )
+        if outcome == "new":
+            self.accepted_total += 1
+            await self._dispatcher.start(worker, entry)
+
+    async def stop(self, call: pb.StopRequestRequest, tenant: str) -> fleet.Reply:
+        """Ends a request; its tokens stay readable. Idempotent."""
+        rid = keys.request_id(tenant, call.uuid)
+        await self._check_model(call, rid)
+        outcome, worker = await self._ledger.finish(rid, Ending(pb.GenerateFinished, "stopped"))
+        if outcome == "unknown":
+            raise UnknownRequest(f"uuid {call.uuid!r} is unknown")
+        await self._dispatcher.cancel(rid, call.model_name, worker)
+        return fleet.Reply(uuid=call.uuid)
+
+    async def release(self, call: pb.StopRequestRequest, tenant: str) -> fleet.Reply:
+        """Ends a request if needed and forgets it. Idempotent."""
+        rid = keys.request_id(tenant, call.uuid)
+        await self._check_model(call, rid)
+        outcome, worker, was_open = await self._ledger.release(rid)
+        if outcome == "unknown":
+            raise UnknownRequest(f"uuid {call.uuid!r} is unknown")
+        if was_open:
+            await self._dispatcher.cancel(rid, call.model_name, worker)
+        return fleet.Reply(uuid=call.uuid)
+
+    async def _check_model(self, call: pb.StopRequestRequest, rid: str) -> None:
+        """model_name is redundant: empty is accepted and filled in, a wrong one is an error."""
+        admission.check_uuid(call.uuid, self._max_uuid_bytes)
+        model = await self._ledger.model_of(rid)
+        if model is None:
+            return
+        if call.model_name and call.model_name != model:
+            raise ParamError(f"uuid {call.uuid!r} belongs to model {model!r}, not {call.model_name!r}")
+        call.model_name = model
+
+    async def release_all(self, tenant: str) -> None:
+        """Ends and forgets everything a tenant has."""
+        for rid in await self._ledger.tenant_requests(tenant):
+            _, uuid = keys.split_request_id(rid)
+            await self.release(pb.StopRequestRequest(uuid=uuid), tenant)

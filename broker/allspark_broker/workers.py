@@ -1,0 +1,130 @@
+"""The live worker table: who serves what, who holds which request, who is dead. Pure; the clock is injected."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from allspark_proto import fleet_pb2 as fleet
+
+#: Heartbeats in a row that could not be handed to a worker's connection before it counts as dead: a killed
+#: process closes its socket, and that is known long before its silence is.
+MAX_UNREACHABLE = 2
+
+
+@dataclass(slots=True)
+class Flight:
+    """A request that a worker holds. `accepted`: it said so (only then can it have run)."""
+
+    request_id: str
+    model: str
+    epoch: int
+    sent_s: float
+    accepted: bool = False
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker process, by its own id, which is also its socket identity."""
+
+    worker_id: str
+    device: str
+    last_seen_s: float
+    draining: bool = False
+    unreachable: int = 0
+    seconds_since_step: float = 0.0
+    models: dict[str, fleet.WorkerModel] = field(default_factory=dict)
+    flights: dict[str, Flight] = field(default_factory=dict)
+
+    def load(self, model: str) -> int:
+        """Requests of a model that it holds."""
+        return sum(1 for f in self.flights.values() if f.model == model)
+
+    def free_capacity(self, model: str) -> int:
+        """Requests of a model that it would take now; 0 unless it runs the model."""
+        state = self.models.get(model)
+        if state is None or state.state != "running" or self.draining:
+            return 0
+        return max(0, int(state.capacity) - self.load(model))
+
+
+class WorkerTable:
+    """All workers this broker knows."""
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._workers: dict[str, Worker] = {}
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._workers.values()))
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, worker_id: str) -> Worker | None:
+        return self._workers.get(worker_id)
+
+    def announce(self, worker_id: str, message: fleet.Announce) -> tuple[Worker, list[Flight]]:
+        """Adds or renews a worker. Returns it and the flights that it turned out not to hold (any more)."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            worker = self._workers[worker_id] = Worker(worker_id, message.device, self._clock())
+        self.seen(worker)
+        worker.device = message.device
+        worker.draining = message.draining
+        worker.models = {m.name: m for m in message.models}
+        held = {(h.request_id, h.epoch) for h in message.held}
+        lost = [f for f in worker.flights.values() if f.accepted and (f.request_id, f.epoch) not in held]
+        for flight in lost:
+            del worker.flights[flight.request_id]
+        for h in message.held:
+            if h.request_id not in worker.flights:
+                flight = Flight(h.request_id, h.model, h.epoch, self._clock(), accepted=True)
+                worker.flights[h.request_id] = flight
+        return worker, lost
+
+    def heartbeat(self, worker: Worker, message: fleet.WorkerHeartbeat) -> None:
+        """Takes over what a worker says about itself."""
+        self.seen(worker)
+        worker.draining = message.draining
+        worker.seconds_since_step = message.seconds_since_step
+        worker.models = {m.name: m for m in message.models}
+
+    def seen(self, worker: Worker) -> None:
+        """Any message counts as a sign of life."""
+        worker.last_seen_s = self._clock()
+        worker.unreachable = 0
+
+    def remove(self, worker_id: str) -> Worker | None:
+        """Forgets a worker; its flights are the caller's to settle."""
+        return self._workers.pop(worker_id, None)
+
+    def dead(self) -> list[Worker]:
+        """Workers that have been silent too long, busy or idle, or whose connection is gone."""
+        limit = self._clock() - self._timeout_s
+        return [w for w in self if w.last_seen_s < limit or w.unreachable >= MAX_UNREACHABLE]
+
+    def choose(self, model: str, excluding: Iterable[str] = ()) -> Worker | None:
+        """The least loaded worker with room for a request of this model; ties by id."""
+        excluded = set(excluding)
+        candidates = [w for w in self if w.worker_id not in excluded and w.free_capacity(model) > 0]
+        return min(candidates, key=lambda w: (w.load(model), len(w.flights), w.worker_id), default=None)
+
+    def holding(self, rid: str) -> tuple[Worker, Flight] | None:
+        """Who holds a request."""
+        for worker in self._workers.values():
+            if (flight := worker.flights.get(rid)) is not None:
+                return worker, flight
+        return None
+
+    def unacknowledged(self, older_than_s: float) -> list[tuple[Worker, Flight]]:
+        """Dispatches that no Accepted followed in time."""
+        limit = self._clock() - older_than_s
+        return [(w, f) for w in self for f in w.flights.values() if not f.accepted and f.sent_s < limit]
+
+    def eligible(self, is_eligible: Callable[[str], bool]) -> list[Worker]:
+        """Workers whose device passes and that are not leaving."""
+        return [w for w in self if not w.draining and is_eligible(w.device)]
+
+    def num_flights(self) -> int:
+        """Requests held by workers."""
+        return sum(len(w.flights) for w in self)

@@ -1,0 +1,126 @@
+"""AllSpark tensors as NumPy arrays: contiguous, row-major, little-endian (spec 2.3)."""
+
+import math
+
+import numpy as np
+from allspark_proto import allspark_service_pb2 as pb
+from numpy.typing import NDArray
+
+from allspark_bus.errors import LimitError, ParamError
+
+_DTYPES: dict[int, np.dtype[np.generic]] = {
+    pb.FLOAT32: np.dtype("<f4"),
+    pb.FLOAT16: np.dtype("<f2"),
+    pb.INT8: np.dtype("i1"),
+    pb.INT16: np.dtype("<i2"),
+    pb.INT32: np.dtype("<i4"),
+    pb.INT64: np.dtype("<i8"),
+    pb.BOOL: np.dtype("u1"),
+    pb.BFLOAT16: np.dtype("<u2"),  # the upper half of binary32; NumPy has no such type
+    pb.UINT8: np.dtype("u1"),
+}
+
+
+def to_array(name: str, tensor: pb.Tensor) -> NDArray[np.generic]:
+    """The values, shaped; bfloat16 as raw uint16, CSC and ELL expanded to dense.
+
+    Raises ParamError when type, shape and bytes do not agree.
+    """
+    dtype = _DTYPES.get(tensor.data_type)
+    if dtype is None:
+        raise ParamError(f"tensor {name!r}: data_type {tensor.data_type} has no numeric values")
+    dims = list(tensor.shape.dims)
+    if any(d < 0 for d in dims):
+        raise ParamError(f"tensor {name!r}: negative dimension in shape {dims}")
+    if tensor.data_mode == pb.DENSE:
+        return _dense(name, tensor.data, dtype, dims)
+    if len(dims) != 2:
+        raise ParamError(f"tensor {name!r}: sparse layouts are for two dimensions, shape is {dims}")
+    if math.prod(dims) * dtype.itemsize > 1 << 28:
+        raise LimitError(f"tensor {name!r}: shape {dims} is too large to expand")
+    if tensor.data_mode == pb.CSC:
+        return _from_csc(name, tensor.data, dtype, dims[0], dims[1])
+    if tensor.data_mode == pb.ELL:
+        return _from_ell(name, tensor.data, dtype, dims[0], dims[1])
+    raise ParamError(f"tensor {name!r}: data_mode {tensor.data_mode} is unknown")
+
+
+def check(name: str, tensor: pb.Tensor) -> None:
+    """Raises ParamError when type, shape and bytes do not agree; a STRING is UTF-8 of one string, dims [1]."""
+    if tensor.data_type != pb.STRING:
+        to_array(name, tensor)
+        return
+    if list(tensor.shape.dims) != [1]:
+        raise ParamError(f"tensor {name!r}: a STRING tensor holds one string, so its shape is [1]")
+    try:
+        tensor.data.decode()
+    except UnicodeDecodeError as e:
+        raise ParamError(f"tensor {name!r}: not UTF-8 ({e.reason} at byte {e.start})") from e
+
+
+def _dense(name: str, data: bytes, dtype: np.dtype[np.generic], dims: list[int]) -> NDArray[np.generic]:
+    expected = math.prod(dims) * dtype.itemsize
+    if len(data) != expected:
+        raise ParamError(f"tensor {name!r}: shape {dims} needs {expected} bytes, data has {len(data)}")
+    return np.frombuffer(data, dtype).reshape(dims)
+
+
+def _from_csc(
+    name: str, data: bytes, dtype: np.dtype[np.generic], rows: int, columns: int
+) -> NDArray[np.generic]:
+    """(columns + 1) int32 offsets, then int32 row indices column by column, then the values."""
+    head = 4 * (columns + 1)
+    if len(data) < head or (len(data) - head) % (4 + dtype.itemsize):
+        raise ParamError(f"tensor {name!r}: {len(data)} bytes are no CSC matrix of {columns} columns")
+    nnz = (len(data) - head) // (4 + dtype.itemsize)
+    offsets = np.frombuffer(data, "<i4", columns + 1)
+    index = np.frombuffer(data, "<i4", nnz, head)
+    values = np.frombuffer(data, dtype, nnz, head + 4 * nnz)
+    counts = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != nnz or (counts < 0).any():
+        raise ParamError(f"tensor {name!r}: CSC column offsets must rise from 0 to {nnz}")
+    _check_rows(name, index, rows)
+    dense = np.zeros((rows, columns), dtype)
+    dense[index, np.repeat(np.arange(columns), counts)] = values
+    return dense
+
+
+def _from_ell(
+    name: str, data: bytes, dtype: np.dtype[np.generic], rows: int, columns: int
+) -> NDArray[np.generic]:
+    """Every column has the same count of entries: uint16 row indices, then the values."""
+    size = 2 + dtype.itemsize
+    if len(data) % size or (columns and (len(data) // size) % columns) or (data and not columns):
+        raise ParamError(f"tensor {name!r}: {len(data)} bytes are no ELL matrix of {columns} columns")
+    nnz = len(data) // size
+    index = np.frombuffer(data, "<u2", nnz)
+    values = np.frombuffer(data, dtype, nnz, 2 * nnz)
+    _check_rows(name, index, rows)
+    dense = np.zeros((rows, columns), dtype)
+    # Padding repeats a row with value zero, so entries of one place are added up.
+    np.add.at(dense, (index, np.repeat(np.arange(columns), nnz // columns if columns else 0)), values)
+    return dense
+
+
+def _check_rows(name: str, index: NDArray[np.generic], rows: int) -> None:
+    if index.size and (int(index.min()) < 0 or int(index.max()) >= rows):
+        raise ParamError(f"tensor {name!r}: a row index is outside [0, {rows})")
+
+
+def prompt_ids(request: pb.StartRequestRequest) -> NDArray[np.int64]:
+    """The prompt [S] of a Generate request: tensor `input_ids`, [1, S] or [S], INT64 or INT32.
+
+    Raises ParamError (missing, wrong type or shape) or LimitError (more than one row).
+    """
+    if "input_ids" not in request.inputs.tensor_map:
+        raise ParamError("inputs has no tensor 'input_ids'")
+    tensor = request.inputs.tensor_map["input_ids"]
+    if tensor.data_type not in (pb.INT64, pb.INT32):
+        name = pb.DATA_TYPE.Name(tensor.data_type) if tensor.data_type in pb.DATA_TYPE.values() else "unknown"
+        raise ParamError(f"tensor 'input_ids' must be INT64 or INT32, not {name} ({tensor.data_type})")
+    ids = to_array("input_ids", tensor)
+    if ids.ndim not in (1, 2):
+        raise ParamError(f"tensor 'input_ids' must have shape [1, S] or [S], not {list(ids.shape)}")
+    if ids.ndim == 2 and ids.shape[0] > 1:
+        raise LimitError(f"tensor 'input_ids' has {ids.shape[0]} rows: one request is one prompt")
+    return ids.reshape(-1).astype(np.int64)
