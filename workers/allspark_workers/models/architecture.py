@@ -1,0 +1,68 @@
+"""What distinguishes one model of the family from another; pure data, filled from HF or GGUF metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+# Llama is the trunk; the others differ in where they put a bias and in normalising q and k.
+FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeParams:
+    """Rotary embedding: base and how it is stretched beyond the trained context.
+
+    `divisors` (GGUF) divides each inverse frequency and takes the place of `kind` "llama3".
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    rotary_dim: int = 0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    is_truncated: bool = True
+    divisors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Shape of a decoder-only transformer with RMSNorm, rotary positions, grouped heads and SwiGLU.
+
+    `max_positions`: longest context in tokens; `window`: attention sees at most that many tokens back (None:
+    all). `is_tied`: the output matrix is the embedding (None: decided by what the checkpoint holds).
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_positions: int
+    rope: RopeParams
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    is_tied: bool | None
+    window: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights in the matrices, an untied output matrix included; norms and biases are left out."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp) + 2 * self.vocab_size * self.hidden_size

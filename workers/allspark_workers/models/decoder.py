@@ -1,0 +1,108 @@
+"""The forward pass shared by Llama, Mistral, Qwen2 and Qwen3, over a ragged batch and a paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from allspark_kernels import AttentionPlan, PackedLinear
+from allspark_workers.models.architecture import Architecture
+from allspark_workers.models.ops import KernelOps
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """T tokens of B requests, one request after the other, on the model's device.
+
+    ids, positions, slots [T] int64 (slots as in `rotary_kv_write`); `last` [R] int64: the tokens whose logits
+    are wanted, None if all of them.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    plan: AttentionPlan
+    last: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One transformer block; `q_norm`, `k_norm` [head_dim] or None. Norm weights in the compute dtype."""
+
+    input_norm: torch.Tensor
+    qkv: PackedLinear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: PackedLinear
+    mlp_norm: torch.Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """K and V of every layer: `keys[l]`, `values[l]` [num_spans, num_kv_heads, span_size, head_dim]."""
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+
+class Decoder:
+    """Weights, laid out for their device, and the forward pass."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        embedding: torch.Tensor,
+        layers: list[Layer],
+        final_norm: torch.Tensor,
+        lm_head: PackedLinear,
+        cos_sin: torch.Tensor,
+    ) -> None:
+        self.arch = arch
+        self.embedding = embedding
+        self.layers = layers
+        self.final_norm = final_norm
+        self.lm_head = lm_head
+        self.cos_sin = cos_sin
+        self.compute_dtype = final_norm.dtype
+        self._scale = arch.head_dim**-0.5
+        self._heads = [arch.num_heads, arch.num_kv_heads, arch.num_kv_heads]
+        # The norm that follows a block's MLP is the next block's first one.
+        following = [layer.input_norm for layer in layers[1:]] + [final_norm]
+        self._blocks = list(zip(layers, following, strict=True))
+
+    def forward(self, ops: KernelOps, step: StepTensors, cache: KVCache) -> torch.Tensor:
+        """Logits [R, V] in the compute dtype of the tokens in `step.last`; writes K and V of all T tokens."""
+        add_norm, linear, silu_mul, eps = ops.add_rms_norm, ops.linear, ops.silu_mul, self.arch.norm_eps
+        residual = ops.embed(self.embedding, step.ids, self.compute_dtype)
+        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
+        final = len(self._blocks) - 1
+        for index, (layer, next_norm) in enumerate(self._blocks):
+            x = self._attend(ops, layer, x, step, (cache.keys[index], cache.values[index]))
+            if index == final and step.last is not None:
+                # Nothing after the last attention mixes tokens: go on with those that are wanted.
+                x, residual = x.index_select(0, step.last), residual.index_select(0, step.last)
+            x = add_norm(linear(x, layer.output), residual, layer.mlp_norm, eps)
+            x = linear(silu_mul(linear(x, layer.gate_up)), layer.down)
+            x = add_norm(x, residual, next_norm, eps)
+        return ops.lm_head(x, self.lm_head)
+
+    def _attend(
+        self,
+        ops: KernelOps,
+        layer: Layer,
+        x: torch.Tensor,
+        step: StepTensors,
+        cache: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Normed input [T, H] -> heads' output [T, num_heads * head_dim], before the output projection."""
+        tokens, dim = x.shape[0], self.arch.head_dim
+        q, k, v = ops.linear(x, layer.qkv).view(tokens, -1, dim).split_with_sizes(self._heads, 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            eps = self.arch.norm_eps
+            q = ops.rms_norm(q.reshape(-1, dim), layer.q_norm, eps).view(tokens, -1, dim)
+            k = ops.rms_norm(k.reshape(-1, dim), layer.k_norm, eps).view(tokens, -1, dim)
+        keys, values = cache
+        ops.rotary_kv_write(q, k, v, self.cos_sin, step.positions, step.slots, keys, values)
+        return ops.paged_attention(q, keys, values, step.plan, self._scale).view(tokens, -1)

@@ -1,0 +1,225 @@
+"""Load a model: from a Hugging Face directory or a GGUF file to weights laid out for their device."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from allspark_kernels import PackedLinear, compute_dtype, pack_linear
+from allspark_workers.engine.errors import ModelIOError, ModelMemoryError, UnsupportedModelError
+from allspark_workers.engine.memory import free_bytes
+from allspark_workers.engine.types import ModelConfig
+from allspark_workers.models.architecture import Architecture
+from allspark_workers.models.decoder import Decoder, Layer
+from allspark_workers.models.gguf_file import GGUFFile
+from allspark_workers.models.hf_config import read_architecture
+from allspark_workers.models.rope import cos_sin_table
+from allspark_workers.models.safetensors_source import SafetensorsSource
+from allspark_workers.models.source import WeightSource, digest_files
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[float, str], None]
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model. `max_length`: longest request in tokens (configuration, context, attention window)."""
+
+    decoder: Decoder
+    arch: Architecture
+    device: torch.device
+    dtype: torch.dtype
+    max_length: int
+    weight_bytes: int
+    digest: str
+
+    @property
+    def dtype_name(self) -> str:
+        """bf16, fp16 or fp32."""
+        return _DTYPE_NAMES[self.dtype]
+
+
+def load_model(config: ModelConfig, progress: Progress | None = None) -> Model:
+    """Read the checkpoint that `config` names; `progress(fraction, text)` is called as it goes on.
+
+    Raises ModelIOError (missing, truncated or malformed file), UnsupportedModelError, ModelMemoryError.
+    """
+    report = progress or (lambda _fraction, _text: None)
+    report(0.0, "reading configuration")
+    arch, source, paths = _open(config)
+    device = _device(config.device)
+    dtype = source.dtype if config.dtype == "auto" else _DTYPES[config.dtype]
+    max_length = _max_length(config, arch)
+    need = arch.num_parameters * dtype.itemsize
+    free = free_bytes(device)
+    if need > free:
+        raise ModelMemoryError(
+            f"weights of {source.location} need {_mib(need)} MiB as {_DTYPE_NAMES[dtype]}, "
+            f"{device} has {_mib(free)} MiB free"
+        )
+    try:
+        decoder, weight_bytes = _Builder(arch, source, device, dtype, report).build(max_length)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ModelMemoryError(
+            f"out of memory on {device} while loading {source.location}: {error}"
+        ) from error
+    report(1.0, "weights loaded")
+    digest = hashlib.sha256(f"{arch!r} {digest_files(paths)}".encode()).hexdigest()
+    return Model(decoder, arch, device, dtype, max_length, weight_bytes, digest)
+
+
+def _open(config: ModelConfig) -> tuple[Architecture, WeightSource, list[Path]]:
+    model = Path(config.model_path)
+    weights = Path(config.weights_path) if config.weights_path else model
+    for path in (model, weights):
+        if not path.exists():
+            raise ModelIOError(f"{path} does not exist")
+    if model.is_file():
+        if weights.resolve() != model.resolve():
+            raise UnsupportedModelError(
+                f"{model} is a GGUF file and holds its weights; leave weights_path empty"
+            )
+        file = GGUFFile(model)
+        return file.architecture, file, file.paths
+    arch = read_architecture(model)
+    if weights.is_file() and weights.suffix == ".gguf":
+        gguf_file = GGUFFile(weights)
+        return arch, gguf_file, [model / "config.json", weights]
+    if not weights.is_dir():
+        raise ModelIOError(f"{weights} is neither a directory with safetensors nor a .gguf file")
+    source = SafetensorsSource(weights)
+    return arch, source, [model / "config.json", *source.paths]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UnsupportedModelError(f"device {name!r} is unknown; use cpu or cuda:N") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise UnsupportedModelError(
+                f"device {name} does not exist: this machine has {count} CUDA devices"
+            )
+    return device
+
+
+def _max_length(config: ModelConfig, arch: Architecture) -> int:
+    """The longest request. Attention that looks back only `window` tokens is exact up to that length."""
+    window = arch.window or arch.max_positions
+    limit = min(arch.max_positions, window)
+    asked = config.max_length or arch.max_positions
+    if asked > limit:
+        reason = "its attention window" if window < arch.max_positions else "its context"
+        logger.warning("%s: max_length %d cut to %d tokens, %s", config.model_path, asked, limit, reason)
+    return min(asked, limit)
+
+
+def _mib(count: int) -> int:
+    return -(-count // (1 << 20))
+
+
+class _Builder:
+    """Turns named tensors into packed weights, layer by layer, so that only one layer exists twice."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        source: WeightSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        report: Progress,
+    ) -> None:
+        self._arch = arch
+        self._source = source
+        self._device = device
+        self._dtype = dtype
+        self._compute = compute_dtype(device, dtype)
+        self._report = report
+        self._bytes = 0
+
+    def build(self, max_length: int) -> tuple[Decoder, int]:
+        """The model and the bytes its weights occupy."""
+        arch = self._arch
+        layers = []
+        for index in range(arch.num_layers):
+            layers.append(self._layer(f"model.layers.{index}."))
+            self._report((index + 1) / (arch.num_layers + 2), f"layer {index + 1} of {arch.num_layers}")
+        table = self._tensor("model.embed_tokens.weight", (arch.vocab_size, arch.hidden_size), self._dtype)
+        self._bytes += table.nbytes
+        head = self._pack([table]) if self._is_tied() else self._matrix(["lm_head"], [arch.vocab_size])
+        norm = self._norm("model.norm", arch.hidden_size)
+        cos_sin = cos_sin_table(arch.rope, max_length).to(self._device)
+        self._bytes += cos_sin.nbytes
+        return Decoder(arch, table, layers, norm, head, cos_sin), self._bytes
+
+    def _is_tied(self) -> bool:
+        if self._arch.is_tied is not None:
+            return self._arch.is_tied
+        return "lm_head.weight" not in self._source.names()
+
+    def _layer(self, prefix: str) -> Layer:
+        arch = self._arch
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        q, kv, wide = (
+            arch.num_heads * arch.head_dim,
+            arch.num_kv_heads * arch.head_dim,
+            arch.intermediate_size,
+        )
+        qkv = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
+        has_norm, has_mlp_bias = arch.has_qk_norm, arch.has_mlp_bias
+        return Layer(
+            input_norm=self._norm(prefix + "input_layernorm", arch.hidden_size),
+            qkv=self._matrix(qkv, [q, kv, kv], bias=arch.has_qkv_bias),
+            q_norm=self._norm(attention + "q_norm", arch.head_dim) if has_norm else None,
+            k_norm=self._norm(attention + "k_norm", arch.head_dim) if has_norm else None,
+            output=self._matrix([attention + "o_proj"], [arch.hidden_size], q, bias=arch.has_output_bias),
+            mlp_norm=self._norm(prefix + "post_attention_layernorm", arch.hidden_size),
+            gate_up=self._matrix([mlp + "gate_proj", mlp + "up_proj"], [wide, wide], bias=has_mlp_bias),
+            down=self._matrix([mlp + "down_proj"], [arch.hidden_size], wide, bias=has_mlp_bias),
+        )
+
+    def _matrix(
+        self, names: list[str], rows: list[int], columns: int | None = None, *, bias: bool = False
+    ) -> PackedLinear:
+        """Stack the matrices (and biases) of `names` into one and lay it out."""
+        width = columns or self._arch.hidden_size
+        parts = [
+            self._tensor(f"{name}.weight", (count, width), self._dtype)
+            for name, count in zip(names, rows, strict=True)
+        ]
+        if not bias:
+            return self._pack(parts)
+        biases = [
+            self._tensor(f"{name}.bias", (count,), self._dtype)
+            for name, count in zip(names, rows, strict=True)
+        ]
+        return self._pack(parts, torch.cat(biases))
+
+    def _pack(self, parts: list[torch.Tensor], bias: torch.Tensor | None = None) -> PackedLinear:
+        packed = pack_linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+        self._bytes += packed.nbytes
+        return packed
+
+    def _norm(self, name: str, size: int) -> torch.Tensor:
+        weight = self._tensor(f"{name}.weight", (size,), self._compute)
+        self._bytes += weight.nbytes
+        return weight
+
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = self._source.get(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelIOError(
+                f"tensor {name} of {self._source.location} has shape {list(tensor.shape)}, "
+                f"the configuration says {list(shape)}"
+            )
+        # Always a copy: what the source returns may be a view of a mapped file, which others can change.
+        return tensor.to(self._device, dtype, copy=True)

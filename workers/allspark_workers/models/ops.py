@@ -1,0 +1,64 @@
+"""The kernels a forward pass calls, as one object, so that measuring them costs nothing when switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from time import perf_counter
+from typing import Any
+
+import allspark_kernels as kernels
+import torch
+
+
+def _embed(table: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return table.index_select(0, ids).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOps:
+    """Signatures: `allspark_kernels`. `embed(table [V, H], ids [T], dtype) -> [T, H]`."""
+
+    embed: Callable[..., torch.Tensor] = _embed
+    linear: Callable[..., torch.Tensor] = kernels.linear
+    lm_head: Callable[..., torch.Tensor] = kernels.linear
+    rms_norm: Callable[..., torch.Tensor] = kernels.rms_norm
+    add_rms_norm: Callable[..., torch.Tensor] = kernels.add_rms_norm
+    rotary_kv_write: Callable[..., None] = kernels.rotary_kv_write
+    paged_attention: Callable[..., torch.Tensor] = kernels.paged_attention
+    silu_mul: Callable[..., torch.Tensor] = kernels.silu_mul
+    sample: Callable[..., torch.Tensor] = kernels.sample
+
+
+DIRECT = KernelOps()
+
+_TITLES = {
+    "embed": "Embedding",
+    "linear": "Linear",
+    "lm_head": "LmHead",
+    "rms_norm": "RMSNorm",
+    "add_rms_norm": "AddRMSNorm",
+    "rotary_kv_write": "RotaryKVWrite",
+    "paged_attention": "PagedAttention",
+    "silu_mul": "SiluMul",
+    "sample": "Sample",
+}
+
+
+def timed_ops(record: Callable[[str, str, float], None], device: torch.device) -> KernelOps:
+    """The same operations, each reported as `record("forward", name, seconds)`; a GPU is waited for."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else None
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = perf_counter()
+            result = function(*args, **kwargs)
+            if wait is not None:
+                wait(device)
+            record("forward", name, perf_counter() - start)
+            return result
+
+        return call
+
+    wrapped = {f.name: timed(_TITLES[f.name], getattr(DIRECT, f.name)) for f in fields(KernelOps)}
+    return KernelOps(**wrapped)
