@@ -124,5 +124,6 @@ def _check_ranges(config: pb.GenerateConfig, vocab_size: int) -> None:
             raise ParamError(f"{name} is {getattr(config, name)}; it must not be negative")
     if config.eos_token_id >= vocab_size:
         raise ParamError(
-            f"eos_token_id {config.eos_token_id} is outside the vocabulary [0, {vocab_size}); negative means none"
+            f"eos_token_id {config.eos_token_id} is outside the vocabulary [0, {vocab_size}); "
+            "negative means none"
         )

@@ -36,7 +36,7 @@ class Dispatcher:
         self.queues: dict[str, RequestQueue] = defaultdict(lambda: RequestQueue(max_queue))
 
     def reserve(self, model: str, rid: str) -> Worker | None:
-        """Takes a place on the best worker for a request that is about to be recorded; None: it must queue."""
+        """Takes a place on the best worker for a request about to be recorded; None: it must queue."""
         if len(self.queues[model]):
             return None
         worker = self._table.choose(model)

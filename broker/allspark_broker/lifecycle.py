@@ -142,7 +142,7 @@ class Lifecycle:
             await self._put_if_unchanged(replace(record, facts=facts.SerializeToString()))
 
     async def stop(self, name: str, tenant: str) -> None:
-        """Drains, then RUNNING -> STOPPED. Raises RUNTIME_ERROR if unreleased results exist (it is stopped)."""
+        """Drains, then RUNNING -> STOPPED; raises RUNTIME_ERROR if it left unreleased results."""
         record = await self._known(name, unknown=InvalidCall)
         if record.state is not ModelState.RUNNING:
             return

@@ -41,7 +41,7 @@ class ClientLink:
         self.undelivered = 0
 
     async def send(self, route: list[bytes], reply: fleet.Reply) -> None:
-        """A client that is gone loses its answer (it asks again); that is counted and logged, never raised."""
+        """A client that is gone loses its answer (it asks again): counted and logged, never raised."""
         reply.version = VERSION
         try:
             await self._socket.send_multipart(

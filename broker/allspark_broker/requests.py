@@ -86,7 +86,8 @@ class Requests:
                 worker.flights.pop(rid, None)
         if outcome == "conflict":
             raise ParamError(
-                f"uuid {request.config.uuid!r} is in use by another request: choose another, or release that one"
+                f"uuid {request.config.uuid!r} is in use by another request: "
+                "choose another, or release that one"
             )
         if outcome == "new":
             self.accepted_total += 1

@@ -1,4 +1,4 @@
-"""The live worker table: who serves what, who holds which request, who is dead. Pure; the clock is injected."""
+"""The live worker table: who serves what, who holds which request, who is dead. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field

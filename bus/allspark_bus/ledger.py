@@ -99,9 +99,10 @@ class Append:
 class Ledger:
     """Typed access to the scripts."""
 
-    def __init__(self, store: Store, ttl: Ttl) -> None:
+    def __init__(self, store: Store, ttl: Ttl | None = None) -> None:
+        """`ttl` is promised to the requests that are admitted here; who admits none needs none."""
         self._store = store
-        self._ttl = ttl
+        self._ttl = ttl or Ttl()
 
     async def admit(self, entry: Entry, digest: bytes) -> Admission:
         """Records a request and indexes it, or finds the one that is there already."""
@@ -122,6 +123,8 @@ class Ledger:
                         entry.created_ms,
                         entry.deadline_ms,
                         entry.priority,
+                        self._ttl.result_ms,
+                        self._ttl.tombstone_ms,
                     ],
                 ),
             ]
@@ -165,14 +168,7 @@ class Ledger:
         )
         args: list[Arg] = [a.epoch, a.position, len(a.tokens), records.encode(record)]
         if end is not None:
-            args += [
-                end.status,
-                end.reason,
-                end.message,
-                now_ms(),
-                self._ttl.result_ms,
-                self._ttl.tombstone_ms,
-            ]
+            args += [end.status, end.reason, end.message, now_ms()]
         return APPEND.command(_keys(a.request_id), args)
 
     async def finish(self, rid: str, ending: Ending) -> tuple[str, str]:
@@ -181,16 +177,7 @@ class Ledger:
         Returns ("ended"|"already"|"released"|"unknown", worker that held it or "").
         """
         reply = await self._store.script(
-            FINISH,
-            _keys(rid),
-            [
-                ending.status,
-                ending.reason,
-                ending.message,
-                now_ms(),
-                self._ttl.result_ms,
-                self._ttl.tombstone_ms,
-            ],
+            FINISH, _keys(rid), [ending.status, ending.reason, ending.message, now_ms()]
         )
         if reply[2]:
             await self._store.command("ZREM", keys.open_requests(_text(reply[2])), rid)
@@ -198,7 +185,7 @@ class Ledger:
 
     async def release(self, rid: str) -> tuple[str, str, bool]:
         """Forgets a request: ("ok"|"released"|"unknown", worker that held it or "", was it open)."""
-        reply = await self._store.script(RELEASE, _keys(rid), [self._ttl.tombstone_ms])
+        reply = await self._store.script(RELEASE, _keys(rid), [])
         outcome, worker, model, state = map(_text, reply)
         if outcome == "ok":
             tenant, _ = keys.split_request_id(rid)

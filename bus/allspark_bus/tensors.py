@@ -46,7 +46,7 @@ def to_array(name: str, tensor: pb.Tensor) -> NDArray[np.generic]:
 
 
 def check(name: str, tensor: pb.Tensor) -> None:
-    """Raises ParamError when type, shape and bytes do not agree; a STRING is UTF-8 of one string, dims [1]."""
+    """Raises ParamError when type, shape and bytes do not agree; a STRING is UTF-8, dims [1]."""
     if tensor.data_type != pb.STRING:
         to_array(name, tensor)
         return

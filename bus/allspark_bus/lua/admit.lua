@@ -1,5 +1,6 @@
 -- Records a request, once. KEYS: request, stream.
--- ARGV: digest, body, model, epoch, worker, created_ms, deadline_ms, priority
+-- ARGV: digest, body, model, epoch, worker, created_ms, deadline_ms, priority, result_ttl_ms, tombstone_ttl_ms
+-- The two TTLs stay in the record, so whoever ends the request keeps its result as long as was promised here.
 -- Returns {"new"|"same"|"conflict", epoch, worker}.
 local h = redis.call('HMGET', KEYS[1], 'st', 'dg', 'ep', 'wk')
 if h[1] and h[1] ~= 'released' then
@@ -8,5 +9,5 @@ if h[1] and h[1] ~= 'released' then
 end
 redis.call('DEL', KEYS[1], KEYS[2])
 redis.call('HSET', KEYS[1], 'st', 'open', 'dg', ARGV[1], 'body', ARGV[2], 'md', ARGV[3], 'ep', ARGV[4],
-  'wk', ARGV[5], 'cr', ARGV[6], 'dl', ARGV[7], 'pr', ARGV[8], 'n', 0, 'cur', 0, 'dt', 0)
+  'wk', ARGV[5], 'cr', ARGV[6], 'dl', ARGV[7], 'pr', ARGV[8], 'n', 0, 'cur', 0, 'dt', 0, 'rt', ARGV[9], 'tt', ARGV[10])
 return {'new', ARGV[4], ARGV[5]}

@@ -1,8 +1,8 @@
 -- Appends tokens at their position, fenced by the epoch (R3). KEYS: request, stream.
--- ARGV: epoch, position, number of tokens, record [, status, reason, message, now_ms, result_ttl_ms, tombstone_ttl_ms]
+-- ARGV: epoch, position, number of tokens, record [, status, reason, message, now_ms]
 -- Returns {code, tokens in the stream}: 0 appended or already there, 1 the request has ended or is gone,
 -- 2 stale epoch, 3 gap or partial overlap (go on at the returned position).
-local h = redis.call('HMGET', KEYS[1], 'st', 'ep', 'n')
+local h = redis.call('HMGET', KEYS[1], 'st', 'ep', 'n', 'rt', 'tt')
 if h[1] ~= 'open' then return {1, tonumber(h[3] or 0)} end
 local n = tonumber(h[3])
 if h[2] ~= ARGV[1] then return {2, n} end
@@ -18,8 +18,8 @@ redis.call('HSET', KEYS[1], 'n', n)
 if last then
   redis.call('HSET', KEYS[1], 'st', 'ended', 'es', ARGV[5], 'rn', ARGV[6], 'em', ARGV[7], 'et', ARGV[8])
   redis.call('HDEL', KEYS[1], 'body')
-  redis.call('PEXPIRE', KEYS[2], ARGV[9])
-  redis.call('PEXPIRE', KEYS[1], ARGV[9] + ARGV[10])
+  redis.call('PEXPIRE', KEYS[2], h[4])
+  redis.call('PEXPIRE', KEYS[1], h[4] + h[5])
 end
 redis.call('PUBLISH', KEYS[2], n)
 return {0, n}

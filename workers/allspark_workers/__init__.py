@@ -1,0 +1,1 @@
+"""The worker process: reconciles models to the catalogue, runs their engines, publishes their tokens."""

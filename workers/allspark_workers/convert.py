@@ -1,0 +1,134 @@
+"""Protocol messages to engine types and back. Admission has checked the values already."""
+
+import time
+from pathlib import Path
+
+from allspark_bus import tensors
+from allspark_bus.catalogue import ModelRecord
+from allspark_bus.ledger import Ending, now_ms
+from allspark_proto import allspark_service_pb2 as pb
+from allspark_proto import fleet_pb2 as fleet
+
+from allspark_workers.engine.types import (
+    EngineRequest,
+    EngineStat,
+    FinishReason,
+    GenerationParams,
+    ModelConfig,
+    ModelFacts,
+)
+from allspark_workers.paths import confine
+from allspark_workers.settings import WorkerSettings
+
+_FINISHED = frozenset({FinishReason.EOS, FinishReason.LENGTH, FinishReason.STOP_WORDS, FinishReason.STOPPED})
+_DTYPE_OF_PRECISION = {"medium": "bf16", "medium_bf16": "bf16", "medium_fp16": "fp16"}
+
+
+def generation_params(config: pb.GenerateConfig, max_length: int) -> GenerationParams:
+    """What each wire zero means is in spec 2.5.1."""
+    return GenerationParams(
+        max_length=config.max_length or max_length,
+        min_length=max(0, config.min_length),
+        eos_token_id=config.eos_token_id if config.eos_token_id >= 0 else None,
+        early_stopping=config.early_stopping,
+        stop_words=tuple(tuple(a.word) for a in config.stop_words_ids.ids if a.word),
+        bad_words=tuple(tuple(a.word) for a in config.bad_words_ids.ids if a.word),
+        do_sample=config.do_sample,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=config.seed,
+        repetition_penalty=config.repetition_penalty or 1.0,
+        presence_penalty=config.presence_penalty,
+        suppress_repetition=config.suppress_repetition_in_generation,
+        no_repeat_ngram_size=config.no_repeat_ngram_size,
+    )
+
+
+def engine_request(dispatch: fleet.Dispatch, generated: list[int], facts: ModelFacts) -> EngineRequest:
+    """`generated`: the tokens that are in the stream already."""
+    now_s = time.monotonic()
+    deadline_s = None
+    if dispatch.deadline_unix_ms:
+        deadline_s = now_s + (dispatch.deadline_unix_ms - now_ms()) / 1000
+    return EngineRequest(
+        request_id=dispatch.request_id,
+        epoch=dispatch.epoch,
+        prompt=tensors.prompt_ids(dispatch.request),
+        params=generation_params(dispatch.request.config, facts.max_length),
+        generated=generated,
+        priority=dispatch.priority,
+        arrival_s=now_s,
+        deadline_s=deadline_s,
+    )
+
+
+def ending_of(finish: FinishReason, message: str) -> Ending:
+    """The terminal record of a finish reason."""
+    status = pb.GenerateFinished if finish in _FINISHED else pb.GenerateInterrupted
+    return Ending(status, finish.value, message)
+
+
+def model_config(record: ModelRecord, settings: WorkerSettings) -> ModelConfig:
+    """How this worker loads a catalogue record. Raises FileError for paths outside the model root."""
+    config = record.model_config()
+    path = confine(config.model_path, settings.model_root)
+    weights = confine(config.weights_path, settings.model_root) if config.weights_path else path
+    return ModelConfig(
+        model_path=str(path),
+        weights_path=str(weights),
+        device=settings.device,
+        dtype=_dtype(config.matmul_precision, weights, settings),
+        max_length=config.engine_max_length,
+        max_batch=config.engine_max_batch,
+        span_size=config.cache_span_size,
+        kv_bytes=int(settings.kv_memory or 0),
+        num_threads=config.num_threads or settings.num_threads,
+    )
+
+
+def _dtype(precision: str, weights: Path, settings: WorkerSettings) -> str:
+    """`highest` and `high` keep every bit of the weights: dequantised GGUF values need fp32 for that."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    if precision in _DTYPE_OF_PRECISION:
+        return _DTYPE_OF_PRECISION[precision]
+    return "fp32" if settings.device == "cpu" and weights.suffix == ".gguf" else "auto"
+
+
+def facts_message(facts: ModelFacts, kv_tokens: int = 0) -> fleet.ModelFacts:
+    """What admission needs to know of a loaded model."""
+    return fleet.ModelFacts(
+        model_type=facts.model_type,
+        vocab_size=facts.vocab_size,
+        max_length=facts.max_length,
+        max_batch=facts.max_batch,
+        kv_tokens=kv_tokens,
+        eos_token_ids=facts.eos_token_ids,
+        device="CUDA" if facts.device.startswith("cuda") else "CPU",
+        dtype=facts.dtype,
+        num_layers=facts.num_layers,
+        digest=facts.digest,
+    )
+
+
+def stat_message(name: str, stat: EngineStat) -> pb.AsEngineStat:
+    """AsEngineStat of one worker; the broker adds them up."""
+    return pb.AsEngineStat(
+        model_name=name,
+        total_span=stat.total_span,
+        used_span=stat.used_span,
+        free_span=stat.free_span,
+        free_token=stat.free_token,
+        span_size=stat.span_size,
+        pendding_request=stat.pending_request,
+        running_request=stat.running_request,
+        total_device_memory_pool_size=stat.total_device_memory_pool_size,
+        used_device_memory_pool_size=stat.used_device_memory_pool_size,
+        total_generated_token=stat.total_generated_token,
+        total_prefill_token=stat.total_prefill_token,
+        generate_token_persec=stat.generate_token_persec,
+        process_token_persec=stat.process_token_persec,
+        prefix_cache_hit_token=stat.prefix_cache_hit_token,
+        prefix_cache_miss_token=stat.prefix_cache_miss_token,
+    )

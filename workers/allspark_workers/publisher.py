@@ -1,0 +1,182 @@
+"""Appends what the engines produce to the streams: one pipelined round trip for all requests of a step.
+
+Runs on the worker's loop, so the engine thread never waits for Redis. While Redis is away tokens are kept;
+when `bound` of them wait, their requests are held in the engine until the backlog is half gone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from allspark_bus.ledger import APPENDED, GAP, Append, Ending, Ledger
+
+from allspark_workers.convert import ending_of
+from allspark_workers.engine.types import StepOutput
+from allspark_workers.ports import EnginePort
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Publication:
+    """One request on this worker. `tokens[:published]` are in its stream."""
+
+    request_id: str
+    model: str
+    epoch: int
+    engine: EnginePort
+    tokens: list[int] = field(default_factory=list)
+    published: int = 0
+    first_count: int = 1  # tokens that the first append waits for
+    later_count: int = 1  # and every later one; the terminal record flushes what is left
+    ending: Ending | None = None
+    is_cancelled: bool = False
+    is_held: bool = False
+
+    @property
+    def backlog(self) -> int:
+        return len(self.tokens) - self.published
+
+    @property
+    def is_due(self) -> bool:
+        if self.is_cancelled:
+            return False
+        wanted = self.first_count if self.published == 0 else self.later_count
+        return self.ending is not None or self.backlog >= wanted
+
+
+class Publisher:
+    """`on_end(publication)` is called when a request has left this worker, whatever the way."""
+
+    def __init__(self, ledger: Ledger, bound: int, on_end: Callable[[Publication], None]) -> None:
+        self._ledger = ledger
+        self._bound = bound
+        self._on_end = on_end
+        self._open: dict[str, Publication] = {}
+        self._due: dict[str, Publication] = {}
+        self._wake = asyncio.Event()
+        self._backlog = 0
+        self._holding = False
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def publications(self) -> list[Publication]:
+        """Requests this worker has, in any state."""
+        return list(self._open.values())
+
+    def get(self, rid: str) -> Publication | None:
+        return self._open.get(rid)
+
+    def open(self, publication: Publication) -> None:
+        """Takes responsibility for a request; before it is submitted to the engine."""
+        self._open[publication.request_id] = publication
+        self.empty.clear()
+
+    def add(self, outputs: list[StepOutput]) -> None:
+        """Takes the outputs of a step. Loop thread only."""
+        for output in outputs:
+            publication = self._open.get(output.request_id)
+            if publication is None or publication.epoch != output.epoch:
+                continue
+            if publication.is_cancelled:
+                if output.finish is not None:
+                    self._close(publication)
+                continue
+            publication.tokens.extend(output.tokens)
+            self._backlog += len(output.tokens)
+            if output.finish is not None:
+                publication.ending = ending_of(output.finish, output.message)
+            if publication.is_due:
+                self._due[publication.request_id] = publication
+        if self._due:
+            self._wake.set()
+        if self._backlog > self._bound and not self._holding:
+            self._hold()
+
+    def fail(self, publication: Publication, ending: Ending) -> None:
+        """Ends a request that never entered the engine."""
+        publication.ending = ending
+        self._due[publication.request_id] = publication
+        self._wake.set()
+
+    def cancel(self, rid: str) -> bool:
+        """Stops a request here; nothing more of it is appended. False if it is not here."""
+        publication = self._open.get(rid)
+        if publication is None:
+            return False
+        if not publication.is_cancelled:
+            publication.is_cancelled = True
+            self._due.pop(rid, None)
+            self._backlog -= publication.backlog
+            if publication.ending is not None:
+                self._close(publication)
+            else:
+                publication.engine.cancel(rid)
+        return True
+
+    def _close(self, publication: Publication) -> None:
+        if self._open.get(publication.request_id) is publication:
+            del self._open[publication.request_id]
+            self._on_end(publication)
+            if not self._open:
+                self.empty.set()
+
+    async def run(self) -> None:
+        """Appends for ever."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._due:
+                due, self._due = self._due, {}
+                await self._append(list(due.values()))
+                if self._holding and self._backlog <= self._bound // 2:
+                    self._let_go()
+
+    async def _append(self, due: list[Publication]) -> None:
+        appends = [
+            Append(p.request_id, p.model, p.epoch, p.published, p.tokens[p.published :], p.ending)
+            for p in due
+        ]
+        for p, a, (code, position) in zip(due, appends, await self._ledger.append(appends), strict=True):
+            if p.is_cancelled:
+                continue
+            if code == APPENDED:
+                self._backlog -= len(a.tokens)
+                p.published += len(a.tokens)
+                if a.ending is not None:
+                    self._close(p)
+                elif p.is_due:
+                    self._due[p.request_id] = p
+            elif code == GAP and position <= len(p.tokens):
+                self._rewind(p, position)
+            else:
+                log.info("request %s was taken over or ended elsewhere (code %d)", p.request_id, code)
+                self.cancel(p.request_id)
+
+    def _rewind(self, p: Publication, position: int) -> None:
+        """The stream is elsewhere than this worker thought (a fail-over lost its tail): go on from there."""
+        log.warning(
+            "request %s: stream is at %d, not %d; appending from there", p.request_id, position, p.published
+        )
+        self._backlog += p.published - position
+        p.published = position
+        self._due[p.request_id] = p
+
+    def _hold(self) -> None:
+        self._holding = True
+        log.warning("%d tokens wait for Redis: requests pause", self._backlog)
+        for p in self._open.values():
+            if not p.is_cancelled and p.ending is None:
+                p.is_held = True
+                p.engine.hold(p.request_id)
+
+    def _let_go(self) -> None:
+        self._holding = False
+        for p in self._open.values():
+            if p.is_held:
+                p.is_held = False
+                p.engine.resume(p.request_id)

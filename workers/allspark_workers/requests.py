@@ -1,0 +1,106 @@
+"""Requests on this worker: taking dispatches, cancelling, handing back, telling brokers how it ended."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from allspark_bus.errors import FleetError
+from allspark_bus.ledger import Ending, Ledger
+from allspark_proto import allspark_service_pb2 as pb
+from allspark_proto import fleet_pb2 as fleet
+
+from allspark_workers.convert import engine_request
+from allspark_workers.engine.types import FinishReason, StepOutput
+from allspark_workers.hosted import HostedModel
+from allspark_workers.publisher import Publication, Publisher
+
+log = logging.getLogger(__name__)
+
+Send = Callable[..., Awaitable[None]]
+
+
+class Requests:
+    """`find(model)` is the running model or None; `max_queue` bounds what this worker holds."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        publisher: Publisher,
+        find: Callable[[str], HostedModel | None],
+        max_queue: int,
+    ) -> None:
+        self._ledger = ledger
+        self._publisher = publisher
+        self._find = find
+        self._max_queue = max_queue
+        self.is_draining = False
+
+    def held(self) -> list[fleet.HeldRequest]:
+        """What an announcement lists."""
+        return [
+            fleet.HeldRequest(request_id=p.request_id, epoch=p.epoch, model=p.model)
+            for p in self._publisher.publications()
+            if not p.is_cancelled
+        ]
+
+    async def dispatch(self, d: fleet.Dispatch, send: Send) -> None:
+        """Accepts a dispatch and submits it, or refuses it with the reason."""
+        known = self._publisher.get(d.request_id)
+        if known is not None and known.epoch == d.epoch and not known.is_cancelled:
+            await send(accepted=fleet.Accepted(request_id=d.request_id, epoch=d.epoch))
+            return
+        hosted = self._find(d.request.model_name)
+        refusal = self._refusal(d, hosted, known)
+        if refusal or hosted is None:
+            await send(refused=fleet.Refused(request_id=d.request_id, epoch=d.epoch, reason=refusal))
+            return
+        config = d.request.config
+        publication = Publication(
+            d.request_id,
+            d.request.model_name,
+            d.epoch,
+            hosted.engine,
+            first_count=max(1, config.first_token_num),
+            later_count=max(1, config.async_token_num),
+        )
+        self._publisher.open(publication)
+        await send(accepted=fleet.Accepted(request_id=d.request_id, epoch=d.epoch))
+        await self._submit(publication, d, hosted)
+
+    def _refusal(self, d: fleet.Dispatch, hosted: HostedModel | None, known: Publication | None) -> str:
+        if self.is_draining:
+            return "the worker is draining"
+        if hosted is None:
+            return f"model {d.request.model_name!r} is not running here"
+        if known is not None:
+            # The engine knows requests by id: an older attempt has to leave before a newer one enters.
+            self._publisher.cancel(d.request_id)
+            return "an earlier attempt is still leaving this worker"
+        if len(self._publisher) >= self._max_queue:
+            return f"the worker holds {self._max_queue} requests already"
+        return ""
+
+    async def _submit(self, publication: Publication, d: fleet.Dispatch, hosted: HostedModel) -> None:
+        rid = publication.request_id
+        try:
+            generated = await self._ledger.tokens(rid) if d.resume else []
+            publication.tokens, publication.published = list(generated), len(generated)
+            if publication.is_cancelled:
+                self._publisher.add([StepOutput(rid, d.epoch, 0, [], FinishReason.STOPPED)])
+                return
+            hosted.engine.submit(engine_request(d, generated, hosted.engine.facts))
+        except (ValueError, FleetError) as e:
+            reason = e.reason if isinstance(e, FleetError) else str(e)
+            log.warning("request %s cannot run: %s", rid, reason)
+            self._publisher.fail(publication, Ending(pb.GenerateInterrupted, "error", reason))
+
+    def cancel(self, rid: str) -> None:
+        """The request ended elsewhere."""
+        self._publisher.cancel(rid)
+
+    async def hand_back(self, send_all: Send, *, begun: bool, reason: str) -> None:
+        """Gives requests back to the broker: all, or only those without a token yet."""
+        for p in self._publisher.publications():
+            if p.is_cancelled or p.ending is not None or (p.tokens and not begun):
+                continue
+            self._publisher.cancel(p.request_id)
+            await send_all(refused=fleet.Refused(request_id=p.request_id, epoch=p.epoch, reason=reason))
