@@ -21,7 +21,8 @@ MAX_ENTRIES = 4096
 class Batch:
     """What a read found. `outcome`: "ok", "busy", "unknown", "released" or "expired".
 
-    Tokens `[start, end)` of the generated sequence; `status` is the terminal GENERATE_STATUS or 0.
+    Tokens `[start, end)` of the generated sequence. `status` is the terminal GENERATE_STATUS if there is
+    nothing after `end`, else 0.
     """
 
     outcome: str
@@ -41,7 +42,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a request stands. `status` is the true GENERATE_STATUS; `end_ms` when it ended (0: open)."""
+    """Where a request stands. `status` is the true GENERATE_STATUS; `end_ms` when it ended (0: open).
+
+    `reserved_by` is the call whose answer, tokens `[reserved_from, cursor)`, is not confirmed yet, or "".
+    """
 
     outcome: str
     status: int = 0
@@ -51,6 +55,13 @@ class View:
     reason: str = ""
     message: str = ""
     end_ms: int = 0
+    reserved_by: str = ""
+    reserved_from: int = 0
+
+    def unread(self, confirmed: str) -> int:
+        """Tokens that no reader has for sure; `confirmed` is a call whose answer is known to have arrived."""
+        is_open = self.reserved_by != "" and self.reserved_by != confirmed
+        return self.num_tokens - (self.reserved_from if is_open else self.cursor)
 
 
 class Streams:
@@ -86,8 +97,18 @@ class Streams:
             return View(r[0].decode())
         num_tokens = int(r[1].partition(b"-")[0]) if r[1] else 0
         status = int(r[4]) if r[4] else (2 if num_tokens else 0)
+        call_id, _, rest = r[8].decode().partition("|")
         return View(
-            "ok", status, num_tokens, int(r[2]), r[3] != b"", r[5].decode(), r[6].decode(), int(r[7] or 0)
+            "ok",
+            status,
+            num_tokens,
+            int(r[2]),
+            r[3] != b"",
+            r[5].decode(),
+            r[6].decode(),
+            int(r[7] or 0),
+            call_id,
+            int(rest.partition("|")[0] or 0),
         )
 
 
@@ -104,13 +125,14 @@ def _batch(reply: Sequence[bytes | int]) -> Batch:
     start, end = int(reply[1]), int(reply[2])
     found = [records.decode(m) for m in reply[6:] if isinstance(m, bytes)]
     skip = max(0, start - found[0].position) if found else 0
+    is_cut_off = len(found) == MAX_ENTRIES and not found[-1].is_terminal
     return Batch(
         outcome,
         start,
         end,
         tuple(records.tokens_of(found)[skip:]),
         tuple((k, v) for r in found for k, v in r.tensors.items()),
-        int(reply[3] or 0),
-        bytes(reply[4]).decode(),
-        bytes(reply[5]).decode(),
+        0 if is_cut_off else int(reply[3] or 0),
+        "" if is_cut_off else bytes(reply[4]).decode(),
+        "" if is_cut_off else bytes(reply[5]).decode(),
     )

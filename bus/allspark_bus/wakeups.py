@@ -1,7 +1,8 @@
 """One subscription connection that wakes every parked reader of a process.
 
 A channel has the name of the stream. Waking is a hint to look again, never the data, so a lost
-notification (a reconnect) is repaired by waking everybody.
+notification (a reconnect) is repaired by waking everybody. What is published is the id of the entry that
+was appended, `<tokens>-0` or `<tokens>-1` for the terminal one, or `released`.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import builtins
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
@@ -22,45 +23,64 @@ log = logging.getLogger(__name__)
 LINGER_S = 5.0  # a channel stays subscribed this long after its last reader left
 PING_S = 5.0  # a silent connection is probed this often and given up after three times as long
 
+#: Called with what was published, or with b"" when a subscription (again) began: anything may have happened.
+Listener = Callable[[bytes], None]
+
 
 class Wakeups:
-    """Parks coroutines until their request's stream grows or ends."""
+    """Tells listeners that their request's stream grew or ended."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._waiters: dict[str, set[asyncio.Event]] = defaultdict(set)
+        self._listeners: dict[str, set[Listener]] = defaultdict(set)
         self._idle: dict[str, asyncio.TimerHandle] = {}
         self._confirmed: set[str] = set()
         self._outbox: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._connected = False
 
-    @contextlib.asynccontextmanager
-    async def watch(self, rid: str) -> AsyncIterator[asyncio.Event]:
-        """Yields an event that is set whenever the stream may have changed, and first when watching began."""
+    def join(self, rid: str, listener: Listener) -> None:
+        """Calls the listener whenever the stream may have changed, and first when listening began.
+
+        That first call can come before this returns.
+        """
         channel = keys.stream(rid)
-        event = asyncio.Event()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
         if timer := self._idle.pop(channel, None):
             timer.cancel()
-        if not self._waiters[channel] and channel not in self._confirmed:
+        if not self._listeners[channel] and channel not in self._confirmed:
             self._outbox.put_nowait(("SUBSCRIBE", channel))
-        self._waiters[channel].add(event)
+        self._listeners[channel].add(listener)
         if channel in self._confirmed:
+            listener(b"")
+
+    def leave(self, rid: str, listener: Listener) -> None:
+        """Ends what `join` began."""
+        channel = keys.stream(rid)
+        self._listeners[channel].discard(listener)
+        if not self._listeners[channel]:
+            loop = asyncio.get_running_loop()
+            self._idle[channel] = loop.call_later(LINGER_S, self._drop, channel)
+
+    @contextlib.asynccontextmanager
+    async def watch(self, rid: str) -> AsyncIterator[asyncio.Event]:
+        """Yields an event that is set whenever the stream may have changed, and first when watching began."""
+        event = asyncio.Event()
+
+        def listener(_: bytes) -> None:
             event.set()
+
+        self.join(rid, listener)
         try:
             yield event
         finally:
-            self._waiters[channel].discard(event)
-            if not self._waiters[channel]:
-                loop = asyncio.get_running_loop()
-                self._idle[channel] = loop.call_later(LINGER_S, self._drop, channel)
+            self.leave(rid, listener)
 
     def _drop(self, channel: str) -> None:
         self._idle.pop(channel, None)
-        if not self._waiters.get(channel):
-            self._waiters.pop(channel, None)
+        if not self._listeners.get(channel):
+            self._listeners.pop(channel, None)
             self._confirmed.discard(channel)
             self._outbox.put_nowait(("UNSUBSCRIBE", channel))
 
@@ -84,7 +104,7 @@ class Wakeups:
     async def _serve(self, connection: AbstractConnection) -> None:
         while not self._outbox.empty():
             self._outbox.get_nowait()
-        for channel in list(self._waiters):
+        for channel in list(self._listeners):
             self._outbox.put_nowait(("SUBSCRIBE", channel))
         sender = asyncio.create_task(self._send(connection))
         try:
@@ -108,11 +128,15 @@ class Wakeups:
         while True:
             message = await connection.read_response(disable_decoding=True, timeout=3 * PING_S)
             kind, channel = message[0], message[1].decode()
-            if kind == b"subscribe":
+            if kind == b"message":
+                self._tell(channel, message[2])
+            elif kind == b"subscribe" and channel in self._listeners:
                 self._confirmed.add(channel)
-            if kind in (b"subscribe", b"message"):
-                for event in self._waiters.get(channel, ()):
-                    event.set()
+                self._tell(channel, b"")
+
+    def _tell(self, channel: str, published: bytes) -> None:
+        for listener in list(self._listeners.get(channel, ())):
+            listener(published)
 
     async def close(self) -> None:
         """Ends the subscription connection."""

@@ -6,12 +6,33 @@ Old clients neither send nor read them, and nothing in the service depends on th
 from urllib.parse import quote, unquote
 
 #: Request metadata of Get and GetNoWait: the number of tokens this caller has received so far, in decimal.
-#: The answer starts at that position, so nothing is lost or doubled when an answer went missing.
+#: The answer starts at that position, so nothing is lost or doubled when an answer went missing; its trailing
+#: metadata has the number after this answer under the same key. The server-side cursor does not move.
 CURSOR = "allspark-cursor"
 
-#: Trailing metadata of Get, GetNoWait and GenerateStatus: why the request ended. It comes with the answer
-#: that delivers the last token (or with an empty one after it), and never earlier.
+#: Request metadata of StartRequest: milliseconds from now within which the request must have ended, in
+#: decimal. (The deadline of the gRPC call itself only bounds the call.)
+DEADLINE_MS = "allspark-deadline-ms"
+
+#: Request metadata of StartRequest: -100..100, higher is served first.
+PRIORITY = "allspark-priority"
+
+#: Trailing metadata of every call that failed: the AS_STATUS in decimal, also where the answer has no field
+#: for it.
+STATUS = "allspark-status"
+
+#: Trailing metadata of Get, GetNoWait and GenerateStatus: why the request ended. Get and GetNoWait send it
+#: with the answer that delivers the last token (or with an empty one after it), and never earlier;
+#: GenerateStatus sends it with a terminal status.
 FINISH_REASON = "allspark-finish-reason"
+
+#: Trailing metadata that comes with every FINISH_REASON: the terminal GENERATE_STATUS in decimal, so that a
+#: reader needs no GenerateStatus call to see the end.
+REQUEST_STATUS = "allspark-request-status"
+
+#: Trailing metadata of calls that name a uuid of which there is nothing to read any more: "unknown" (never
+#: accepted, or forgotten), "released" or "expired" (it ended, and its result was kept as long as promised).
+GONE = "allspark-gone"
 
 #: Trailing metadata of every call: the cause of an error status or of an interruption, for people.
 #: UTF-8, percent-encoded outside printable ASCII (``encode_text``).

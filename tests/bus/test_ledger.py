@@ -171,3 +171,30 @@ async def test_a_store_that_is_away_answers_within_its_patience(valkey) -> None:
     with pytest.raises(StoreUnavailable, match="unreachable"):
         await impatient.command("PING")
     await impatient.close()
+
+
+async def test_a_view_tells_what_is_read_from_what_is_on_its_way(ledger: Ledger, streams: Streams) -> None:
+    await ledger.admit(entry(), b"d")
+    await ledger.append([append(0, 1, 2, ending=Ending(3, "eos"))])
+    assert (await streams.view(RID)).unread("") == 2
+    await streams.take(RID, "a", "")
+    view = await streams.view(RID)
+    assert (view.cursor, view.reserved_by, view.reserved_from) == (2, "a", 0)
+    assert view.unread("") == 2, "until it is confirmed, the answer may be lost"
+    assert view.unread("a") == 0, "this gateway knows that it arrived"
+    await streams.settle(RID, "a", arrived=True)
+    assert (await streams.view(RID)).unread("") == 0
+
+
+async def test_the_end_is_not_announced_before_the_last_entry(
+    ledger: Ledger, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allspark_bus.streams.MAX_ENTRIES", 2)
+    await ledger.admit(entry(), b"d")
+    for position in range(3):
+        await ledger.append([append(position, position)])
+    await ledger.append([append(3, 3, ending=Ending(3, "eos"))])
+    first = await streams.read(RID, 0)
+    assert (first.tokens, first.status, first.reason) == ((0, 1), 0, "")
+    second = await streams.read(RID, 2)
+    assert (second.tokens, second.status, second.reason) == ((2, 3), 3, "eos")

@@ -13,7 +13,8 @@ if pos ~= n then
   return {3, n}
 end
 n = n + count
-redis.call('XADD', KEYS[2], n .. (last and '-1' or '-0'), 'm', ARGV[4])
+local entry = n .. (last and '-1' or '-0')
+redis.call('XADD', KEYS[2], entry, 'm', ARGV[4])
 redis.call('HSET', KEYS[1], 'n', n)
 if last then
   redis.call('HSET', KEYS[1], 'st', 'ended', 'es', ARGV[5], 'rn', ARGV[6], 'em', ARGV[7], 'et', ARGV[8])
@@ -21,5 +22,5 @@ if last then
   redis.call('PEXPIRE', KEYS[2], h[4])
   redis.call('PEXPIRE', KEYS[1], h[4] + h[5])
 end
-redis.call('PUBLISH', KEYS[2], n)
+redis.call('PUBLISH', KEYS[2], entry)
 return {0, n}

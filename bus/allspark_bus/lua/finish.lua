@@ -13,5 +13,5 @@ redis.call('HSET', KEYS[1], 'st', 'ended', 'ep', ep, 'es', ARGV[1], 'rn', ARGV[2
 redis.call('HDEL', KEYS[1], 'body')
 redis.call('PEXPIRE', KEYS[2], h[6])
 redis.call('PEXPIRE', KEYS[1], h[6] + h[7])
-redis.call('PUBLISH', KEYS[2], n)
+redis.call('PUBLISH', KEYS[2], n .. '-1')
 return {'ended', h[4], h[5]}

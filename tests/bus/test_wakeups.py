@@ -1,0 +1,85 @@
+"""Wake-ups: what is published reaches its listeners, and a lost subscription is repaired by waking all."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from allspark_bus.ledger import Append, Ending, Entry, Ledger, Ttl, now_ms
+from allspark_bus.store import Store
+from allspark_bus.wakeups import Wakeups
+
+RID = "default/w-1"
+
+
+@pytest.fixture
+async def wakeups(store: Store) -> AsyncIterator[Wakeups]:
+    w = Wakeups(store)
+    yield w
+    await w.close()
+
+
+@pytest.fixture
+async def ledger(store: Store) -> Ledger:
+    found = Ledger(store, Ttl())
+    await found.admit(Entry(RID, "m", 1, "w", b"", now_ms(), 0, 0, 0, 0), b"d")
+    return found
+
+
+def listening(wakeups: Wakeups) -> asyncio.Queue[bytes]:
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+    wakeups.join(RID, heard.put_nowait)
+    return heard
+
+
+async def hear(heard: asyncio.Queue[bytes]) -> bytes:
+    return await asyncio.wait_for(heard.get(), 10)
+
+
+async def test_a_listener_hears_the_beginning_and_the_id_of_each_entry(
+    wakeups: Wakeups, ledger: Ledger
+) -> None:
+    heard = listening(wakeups)
+    assert await hear(heard) == b"", "listening began: look once"
+    await ledger.append([Append(RID, "m", 1, 0, (5, 6))])
+    assert await hear(heard) == b"2-0"
+    await ledger.append([Append(RID, "m", 1, 2, (), Ending(3, "eos"))])
+    assert await hear(heard) == b"2-1"
+    await ledger.release(RID)
+    assert await hear(heard) == b"released"
+
+
+async def test_an_end_from_outside_is_published_as_the_terminal_entry(
+    wakeups: Wakeups, ledger: Ledger
+) -> None:
+    heard = listening(wakeups)
+    await hear(heard)
+    await ledger.finish(RID, Ending(3, "stopped"))
+    assert await hear(heard) == b"0-1"
+
+
+async def test_who_joins_a_live_channel_looks_at_once(wakeups: Wakeups, ledger: Ledger) -> None:
+    await hear(listening(wakeups))
+    second = listening(wakeups)
+    assert second.get_nowait() == b""
+
+
+async def test_who_left_hears_nothing_and_others_go_on(wakeups: Wakeups, ledger: Ledger) -> None:
+    gone: list[bytes] = []
+    wakeups.join(RID, gone.append)
+    heard = listening(wakeups)
+    await hear(heard)
+    wakeups.leave(RID, gone.append)
+    before = len(gone)
+    await ledger.append([Append(RID, "m", 1, 0, (5,))])
+    assert await hear(heard) == b"1-0"
+    assert len(gone) == before
+
+
+async def test_a_restart_of_the_store_wakes_everybody(valkey, wakeups: Wakeups, ledger: Ledger) -> None:  # type: ignore[no-untyped-def]
+    heard = listening(wakeups)
+    await hear(heard)
+    valkey.kill()
+    valkey.start()
+    assert await hear(heard) == b"", "the new subscription began: anything may have happened before"
+    await ledger.append([Append(RID, "m", 1, 0, (5,))])
+    assert await hear(heard) == b"1-0"
