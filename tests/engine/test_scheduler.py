@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from allspark_workers.engine.pages import PageLedger
 from allspark_workers.engine.scheduler import Row, Scheduler, StepPlan
 from allspark_workers.engine.sequence import NO_ROW, Sequence
 from allspark_workers.engine.types import EngineRequest, GenerationParams
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 Maker = Callable[..., Sequence]
 SPAN = 4
+MAX_LENGTH = 64
 
 
 def scheduler(spans: int = 100, max_batch: int = 4, budget: int = 8) -> Scheduler:
-    return Scheduler(PageLedger(spans), SPAN, max_batch, budget)
+    return Scheduler(PageLedger(spans), SPAN, max_batch, budget, MAX_LENGTH)
 
 
 def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
@@ -184,8 +187,6 @@ REQUESTS = st.lists(
 
 def _request(index: int, prompt: int, new: int, priority: int) -> Sequence:
     ids = list(range(prompt))
-    import numpy as np
-
     params = GenerationParams(max_length=prompt + new)
     request = EngineRequest(f"r{index}", 1, np.asarray(ids, np.int64), params, priority=priority)
     return Sequence(request, index)
@@ -197,7 +198,7 @@ def test_every_request_ends_and_the_ledger_balances(
     requests: list[tuple[int, int, int, int]], spans: int, max_batch: int, budget: int, random: object
 ) -> None:
     """Arrivals, holds and cancellations at random: everything ends, every token is computed in order."""
-    sched = Scheduler(PageLedger(spans), SPAN, max_batch, budget)
+    sched = Scheduler(PageLedger(spans), SPAN, max_batch, budget, MAX_LENGTH)
     pending = [(at, _request(i, *rest)) for i, (*rest, at) in enumerate(requests)]
     ended: dict[str, str] = {}
     for now in range(3000):
@@ -236,7 +237,7 @@ def _one_step(sched: Scheduler, budget: int, ended: dict[str, str]) -> None:
         sched.remove(seq)
         ended[seq.request_id] = "exhausted"
     for row in plan.rows:
-        _check_row(row)
+        _check_row(row, sched.span_table)
         sched.commit(row)
         if row.samples:
             row.sequence.append(1)
@@ -246,9 +247,10 @@ def _one_step(sched: Scheduler, budget: int, ended: dict[str, str]) -> None:
     sched.check()
 
 
-def _check_row(row: Row) -> None:
+def _check_row(row: Row, table: NDArray[np.int32]) -> None:
     seq = row.sequence
     assert not seq.is_held and seq.row != NO_ROW
     assert row.start == seq.num_computed and row.count >= 1
     assert len(seq.spans) * SPAN >= row.start + row.count
+    assert table[seq.row, : len(seq.spans)].tolist() == seq.spans
     assert row.samples == (row.start + row.count == seq.length)

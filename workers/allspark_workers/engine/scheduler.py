@@ -12,6 +12,9 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from allspark_workers.engine.pages import PageLedger
 from allspark_workers.engine.sequence import NO_ROW, Sequence
 
@@ -40,9 +43,14 @@ def _order(sequence: Sequence) -> tuple[int, float, int]:
 
 
 class Scheduler:
-    """Owns the waiting and running requests and decides each step; every span goes through `ledger`."""
+    """Owns the waiting and running requests and decides each step; every span goes through `ledger`.
 
-    def __init__(self, ledger: PageLedger, span_size: int, max_batch: int, prefill_budget: int) -> None:
+    `span_table` [max_batch, spans of max_length] int32: row `sequence.row` lists that request's spans.
+    """
+
+    def __init__(
+        self, ledger: PageLedger, span_size: int, max_batch: int, prefill_budget: int, max_length: int
+    ) -> None:
         self.ledger = ledger
         self.span_size = span_size
         self.max_batch = max_batch
@@ -50,6 +58,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        columns = min(ledger.total, -(-max_length // span_size))
+        self.span_table: NDArray[np.int32] = np.zeros((max_batch, columns), np.int32)
         self._free_rows = list(range(max_batch - 1, -1, -1))
         self._by_id: dict[str, Sequence] = {}
         self._deadlines: dict[str, float] = {}
@@ -148,6 +158,7 @@ class Scheduler:
         while len(seq.spans) * self.span_size < seq.length:
             spans = self.ledger.allocate(seq.request_id, 1)
             if spans is not None:
+                self.span_table[seq.row, len(seq.spans)] = spans[0]
                 seq.spans.extend(spans)
                 return True
             victim = self._victim()
@@ -222,6 +233,7 @@ class Scheduler:
         self.waiting.remove(seq)
         seq.spans = spans
         seq.row = self._free_rows.pop()
+        self.span_table[seq.row, : len(spans)] = spans
         seq.is_marked = False
         insort(self.running, seq, key=_order)
 

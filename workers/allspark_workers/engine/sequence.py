@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+
 from allspark_workers.engine.constraints import Constraints
 from allspark_workers.engine.types import EngineRequest
-from numpy.typing import NDArray
 
 MIN_GREEDY_TEMPERATURE = 1e-5
 NO_ROW = -1

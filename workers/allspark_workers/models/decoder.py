@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from allspark_kernels import AttentionPlan, PackedLinear
+
 from allspark_workers.models.architecture import Architecture
 from allspark_workers.models.ops import KernelOps
 

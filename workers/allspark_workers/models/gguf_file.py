@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any, Final
 import gguf
 import numpy as np
 import torch
+
 from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
 from allspark_workers.models.architecture import Architecture, RopeParams
-from numpy.typing import NDArray
+from allspark_workers.models.gguf_header import GGUFFormatError, TensorInfo, read_gguf
 
 # GGUF has no name of its own for Mistral: it is stored as llama.
 _ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
@@ -46,17 +48,13 @@ class GGUFFile:
         self.location = str(path)
         self.paths = [path]
         try:
-            self._reader = gguf.GGUFReader(path)
-        except FileNotFoundError as error:
-            raise ModelIOError(f"model file {path} is missing") from error
-        except (OSError, ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
-            # The reader has no error of its own: a short file shows as a failed view or reshape.
+            self._header = read_gguf(path)
+        except GGUFFormatError as error:
             raise ModelIOError(f"{path} is truncated or not a GGUF file: {error}") from error
-        self._tensors: dict[str, Any] = {}
-        for tensor in self._reader.tensors:
-            name = _hugging_face_name(tensor.name)
-            if name is not None:
-                self._tensors[name] = tensor
+        except OSError as error:
+            raise ModelIOError(f"cannot read {path}: {error}") from error
+        named = {_hugging_face_name(name): tensor for name, tensor in self._header.tensors.items()}
+        self._tensors = {name: tensor for name, tensor in named.items() if name is not None}
         self.architecture = self._read_architecture()
         self.dtype = self._own_dtype()
 
@@ -69,8 +67,7 @@ class GGUFFile:
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelIOError(f"{self.location} has no tensor for {name}: the file is incomplete")
-        values = _to_torch(tensor, self.location)
-        return self._unpermute(name, values)
+        return self._unpermute(name, _to_torch(tensor, self.location))
 
     def _unpermute(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Undo the row order that the GGUF converter gives q and k of llama.
@@ -91,7 +88,7 @@ class GGUFFile:
         counts: Counter[str] = Counter()
         for tensor in self._tensors.values():
             if len(tensor.shape) > 1:
-                counts[tensor.tensor_type.name] += int(tensor.n_elements)
+                counts[tensor.kind.name] += math.prod(tensor.shape)
         if not counts:
             raise ModelIOError(f"{self.location} holds no weight matrices")
         return _PLAIN.get(counts.most_common(1)[0][0], torch.bfloat16)
@@ -121,7 +118,7 @@ class GGUFFile:
         window = self._key("attention.sliding_window", 0)
         return Architecture(
             family=self._name,
-            vocab_size=int(names["model.embed_tokens.weight"].shape[1]),
+            vocab_size=names["model.embed_tokens.weight"].shape[0],
             hidden_size=hidden,
             intermediate_size=int(self._need("feed_forward_length")),
             num_layers=int(self._need("block_count")),
@@ -147,7 +144,7 @@ class GGUFFile:
                 f"{self.location}: rope scaling {kind!r} is not supported; known: {', '.join(_ROPE_TYPES)}"
             )
         attention_factor = self._key("rope.scaling.attn_factor", None)
-        divisors = next((t for t in self._reader.tensors if t.name == "rope_freqs.weight"), None)
+        divisors = self._header.tensors.get("rope_freqs.weight")
         return RopeParams(
             kind=_ROPE_TYPES[kind],
             theta=float(self._key("rope.freq_base", 10000.0)),
@@ -161,15 +158,18 @@ class GGUFFile:
         )
 
     def _field(self, name: str) -> Any:
-        field = self._reader.fields.get(name)
-        return None if field is None else field.contents()
+        return self._header.metadata.get(name)
 
     def _key(self, name: str, default: Any) -> Any:
         value = self._field(f"{self._name}.{name}")
+        if isinstance(value, list):  # one value per layer
+            if len(set(value)) != 1:
+                raise UnsupportedModelError(f"{self.location}: {name} differs between layers")
+            return value[0]
         return default if value is None else value
 
     def _need(self, name: str) -> Any:
-        value = self._field(f"{self._name}.{name}")
+        value = self._key(name, None)
         if value is None:
             raise KeyError(f"{self._name}.{name}")
         return value
@@ -184,17 +184,15 @@ def _hugging_face_name(name: str) -> str | None:
     return f"model.layers.{match[1]}.{_BLOCK[match[2]]}.{match[3]}"
 
 
-def _to_torch(tensor: Any, location: str) -> torch.Tensor:
-    """Dequantise; BF16 is reinterpreted, not converted."""
-    kind = tensor.tensor_type.name
-    data: NDArray[Any] = tensor.data
-    if kind == "BF16":
-        return torch.from_numpy(data.view(np.int16).copy()).view(torch.bfloat16)
+def _to_torch(tensor: TensorInfo, location: str) -> torch.Tensor:
+    """Dequantise to float32; BF16 and F16 are reinterpreted, not converted."""
+    kind, data = tensor.kind.name, tensor.data
     if kind in _PLAIN:
-        return torch.from_numpy(data.copy())
+        return torch.from_numpy(data.copy()).view(_PLAIN[kind]).reshape(tensor.shape)
     try:
-        return torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(data, tensor.tensor_type)))
-    except (NotImplementedError, ValueError) as error:
+        values = gguf.quants.dequantize(data, tensor.kind)
+    except NotImplementedError as error:
         raise UnsupportedModelError(
-            f"{location}: tensor {tensor.name} is quantised as {kind}, which cannot be dequantised: {error}"
+            f"{location}: tensor {tensor.name} is stored as {kind}, which cannot be dequantised"
         ) from error
+    return torch.from_numpy(np.ascontiguousarray(values)).reshape(tensor.shape)

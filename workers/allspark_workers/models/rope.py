@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+
 from allspark_workers.engine.errors import UnsupportedModelError
 from allspark_workers.models.architecture import ROPE_TYPES, RopeParams
 

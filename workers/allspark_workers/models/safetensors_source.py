@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
 from safetensors import SafetensorError, safe_open
+
+from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

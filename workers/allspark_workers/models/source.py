@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+
 from allspark_workers.engine.errors import ModelIOError
 
 _SAMPLES = 64
