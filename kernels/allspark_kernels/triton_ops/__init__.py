@@ -1,0 +1,22 @@
+"""Triton implementations, for CUDA devices (and, under TRITON_INTERPRET=1, for CPU tensors in tests)."""
+
+from .activation import silu_mul
+from .attention import paged_attention
+from .attention_plan import prepare_plan
+from .linear import linear, pack_linear
+from .norm import add_rms_norm, rms_norm
+from .rotary import rotary_kv_write
+from .sampling import mark_seen, sample
+
+__all__ = [
+    "add_rms_norm",
+    "linear",
+    "mark_seen",
+    "pack_linear",
+    "paged_attention",
+    "prepare_plan",
+    "rms_norm",
+    "rotary_kv_write",
+    "sample",
+    "silu_mul",
+]

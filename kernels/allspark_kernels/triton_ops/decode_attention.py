@@ -1,0 +1,248 @@
+"""Paged decode attention, split over the KV length ("flash decoding", Dao et al., 2023).
+
+A work item is a row (one query token) and a split (SPLIT_KEYS keys); all query heads of a KV head share
+the keys in one matrix product (grouped-query attention, Ainslie et al., 2023). A fixed number of programs
+walks the item list, so short rows cost nothing and the launch is the same for every step. The merge
+kernel folds a row's splits in order. Split length and order are fixed: a row's result depends on its own
+keys only.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..plan import AttentionPlan
+from .attention_plan import MIN_DOT_ROWS, SPLIT_KEYS, DecodeWork, DeviceWork
+from .dot import dot
+from .variant import AOT_DTYPES, Variant, next_power_of_2, pipeline_depth
+
+BLOCK_KEYS = 64
+MERGE_BLOCK = 16
+MERGE_WARPS = 4
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def decode_split_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    rows_ptr,
+    items_ptr,
+    counts_ptr,
+    span_table_ptr,
+    sums_ptr,
+    tops_ptr,
+    totals_ptr,
+    q_stride,
+    table_stride,
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    RATIO: tl.constexpr,
+    RATIO_BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    SPAN_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    kv_head = tl.program_id(1)
+    dims = tl.arange(0, DIM_BLOCK)
+    is_dim = dims < DIM
+    group = tl.arange(0, RATIO_BLOCK)
+    is_head = group < RATIO
+    heads = kv_head * RATIO + group
+    keys = tl.arange(0, BLOCK)
+    num_items = tl.load(counts_ptr)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        row = tl.load(items_ptr + item * 2)
+        start = tl.load(items_ptr + item * 2 + 1) * SPLIT
+        token = tl.load(rows_ptr + row * 4).to(tl.int64)
+        table = span_table_ptr + tl.load(rows_ptr + row * 4 + 1).to(tl.int64) * table_stride
+        end = tl.minimum(tl.load(rows_ptr + row * 4 + 2), start + SPLIT)
+        q_where = token * q_stride + heads[:, None] * DIM + dims[None, :]
+        q = tl.load(q_ptr + q_where, mask=is_head[:, None] & is_dim[None, :], other=0.0)
+        top = tl.full((RATIO_BLOCK,), float("-inf"), tl.float32)
+        total = tl.zeros((RATIO_BLOCK,), tl.float32)
+        sums = tl.zeros((RATIO_BLOCK, DIM_BLOCK), tl.float32)
+        for block in range(start, end, BLOCK):
+            position = block + keys
+            is_key = position < end
+            span = tl.load(table + position // SPAN_SIZE, mask=is_key, other=0).to(tl.int64)
+            cached = ((span * NUM_KV_HEADS + kv_head) * SPAN_SIZE + position % SPAN_SIZE) * DIM
+            mask = is_key[:, None] & is_dim[None, :]
+            k = tl.load(k_cache_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
+            v = tl.load(v_cache_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
+            scores = dot(q, tl.trans(k), tl.zeros((RATIO_BLOCK, BLOCK), tl.float32))
+            scores = tl.where(is_key[None, :], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            weights = tl.exp2(tl.fma(scores, scale, -(new_top * scale)[:, None]))
+            decay = tl.exp2(tl.fma(top, scale, -(new_top * scale)))
+            total = tl.fma(total, decay, tl.sum(weights, axis=1))
+            sums = dot(weights.to(v.dtype), v, sums * decay[:, None])
+            top = new_top
+        out = item * (NUM_KV_HEADS * RATIO) + heads.to(tl.int64)
+        tl.store(tops_ptr + out, top * scale, mask=is_head)
+        tl.store(totals_ptr + out, total, mask=is_head)
+        tl.store(sums_ptr + out[:, None] * DIM + dims[None, :], sums, mask=is_head[:, None] & is_dim[None, :])
+
+
+@triton.jit
+def decode_merge_kernel(
+    rows_ptr,
+    sums_ptr,
+    tops_ptr,
+    totals_ptr,
+    out_ptr,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    dims = tl.arange(0, DIM_BLOCK)
+    is_dim = dims < DIM
+    token = tl.load(rows_ptr + row * 4).to(tl.int64)
+    num_splits = tl.cdiv(tl.load(rows_ptr + row * 4 + 2), SPLIT)
+    first = tl.load(rows_ptr + row * 4 + 3).to(tl.int64)
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((DIM_BLOCK,), tl.float32)
+    for start in range(0, num_splits, BLOCK):
+        splits = start + tl.arange(0, BLOCK)
+        is_split = splits < num_splits
+        part = (first + splits) * NUM_HEADS + head
+        part_top = tl.load(tops_ptr + part, mask=is_split, other=float("-inf"))
+        part_total = tl.load(totals_ptr + part, mask=is_split, other=0.0)
+        mask = is_split[:, None] & is_dim[None, :]
+        part_sums = tl.load(sums_ptr + part[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+        new_top = tl.maximum(top, tl.max(part_top, axis=0))
+        weights = tl.exp2(part_top - new_top)
+        decay = tl.exp2(top - new_top)
+        total = tl.fma(total, decay, tl.sum(weights * part_total, axis=0))
+        sums = tl.fma(sums, decay, tl.sum(weights[:, None] * part_sums, axis=0))
+        top = new_top
+    # A padding row of a reserved plan has no keys: its output is zero.
+    result = tl.where(total > 0.0, sums / tl.where(total > 0.0, total, 1.0), 0.0)
+    where = (token * NUM_HEADS + head) * DIM + dims
+    tl.store(out_ptr + where, result.to(out_ptr.dtype.element_ty), mask=is_dim)
+
+
+def _config(is_float32: bool, head_dim: int, ratio: int) -> tuple[dict[str, int], int, int]:
+    """Constants, warps and stages of the split kernel."""
+    dim_block = max(16, next_power_of_2(head_dim))
+    constants = {
+        "RATIO": ratio,
+        "RATIO_BLOCK": max(MIN_DOT_ROWS, next_power_of_2(ratio)),
+        "DIM": head_dim,
+        "DIM_BLOCK": dim_block,
+        "SPLIT": SPLIT_KEYS,
+        "BLOCK": BLOCK_KEYS // 2 if is_float32 or dim_block > 128 else BLOCK_KEYS,
+    }
+    return constants, 4, 2 if is_float32 else 3
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Fill the rows of ``out`` [T, Hq, D] that belong to the plan's decode work."""
+    state: DeviceWork = plan.state
+    work = state.decode
+    assert work is not None
+    ratio = plan.num_q_heads // plan.num_kv_heads
+    constants, num_warps, num_stages = _config(q.dtype == torch.float32, plan.head_dim, ratio)
+    if work.num_programs:
+        decode_split_kernel[(work.num_programs, plan.num_kv_heads)](
+            q,
+            k_cache,
+            v_cache,
+            work.rows,
+            work.items,
+            work.counts,
+            state.span_table,
+            work.sums,
+            work.tops,
+            work.totals,
+            q.stride(0),
+            state.span_table.stride(0),
+            scale * LOG2_E,
+            NUM_KV_HEADS=plan.num_kv_heads,
+            SPAN_SIZE=plan.span_size,
+            **constants,
+            num_warps=num_warps,
+            num_stages=pipeline_depth(num_stages),
+        )
+    _merge(work, plan, constants["DIM_BLOCK"], out)
+
+
+def _merge(work: DecodeWork, plan: AttentionPlan, dim_block: int, out: torch.Tensor) -> None:
+    decode_merge_kernel[(work.num_rows, plan.num_q_heads)](
+        work.rows,
+        work.sums,
+        work.tops,
+        work.totals,
+        out,
+        NUM_HEADS=plan.num_q_heads,
+        DIM=plan.head_dim,
+        DIM_BLOCK=dim_block,
+        SPLIT=SPLIT_KEYS,
+        BLOCK=MERGE_BLOCK,
+        num_warps=MERGE_WARPS,
+    )
+
+
+# Query heads per KV head, KV heads, head size, span size.
+AOT_SHAPES = ((3, 3, 64, 32), (8, 8, 128, 32), (1, 32, 80, 16), (4, 8, 256, 128))
+
+
+def variants() -> list[Variant]:
+    """Compilations to check: each dtype and typical head shapes."""
+    found = []
+    for dtype in AOT_DTYPES:
+        for ratio, kv_heads, dim, span_size in AOT_SHAPES:
+            constants, num_warps, num_stages = _config(dtype == "fp32", dim, ratio)
+            shape = f"{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size}"
+            work = {"rows_ptr": "*i32", "sums_ptr": "*fp32", "tops_ptr": "*fp32", "totals_ptr": "*fp32"}
+            lists = {"items_ptr": "*i32", "counts_ptr": "*i32", "span_table_ptr": "*i32"}
+            tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}")
+            found.append(
+                Variant(
+                    name=f"decode_split[{shape}]",
+                    kernel=decode_split_kernel,
+                    types={
+                        **tensors,
+                        **work,
+                        **lists,
+                        "q_stride": "i32",
+                        "table_stride": "i32",
+                        "scale": "fp32",
+                    },
+                    constants={**constants, "NUM_KV_HEADS": kv_heads, "SPAN_SIZE": span_size},
+                    num_warps=num_warps,
+                    num_stages=num_stages,
+                    is_matrix_product=dtype != "fp32",
+                    aligned=("q_stride",),
+                )
+            )
+            found.append(
+                Variant(
+                    name=f"decode_merge[{shape}]",
+                    kernel=decode_merge_kernel,
+                    types={**work, "out_ptr": f"*{dtype}"},
+                    constants={
+                        "NUM_HEADS": ratio * kv_heads,
+                        "DIM": dim,
+                        "DIM_BLOCK": constants["DIM_BLOCK"],
+                        "SPLIT": SPLIT_KEYS,
+                        "BLOCK": MERGE_BLOCK,
+                    },
+                    num_warps=MERGE_WARPS,
+                )
+            )
+    return found

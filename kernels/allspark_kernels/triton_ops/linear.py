@@ -1,0 +1,205 @@
+"""Linear layer y = x W^T + b on tensor cores, with results that do not depend on the number of rows.
+
+K is cut into splits of a fixed length. Each split is summed by the matrix unit in blocks of BLOCK_K; the
+splits are then added in order, in float32. A large batch adds them inside one program; a small one gives
+every split its own program (that is what fills a GPU when there are few rows) and a second kernel adds
+the parts in the same order. Tile height is the only thing that varies, and it does not enter any sum.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..types import PackedLinear
+from .dot import dot
+from .variant import AOT_DTYPES, Variant, pipeline_depth
+
+# Up to this many rows every split of K gets its own program.
+FEW_ROWS = 64
+GROUP_ROWS = 8
+
+
+@triton.jit
+def _split_sum(
+    x_rows, w_rows, row_mask, column_mask, start, K, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, acc
+):
+    """Sum of x w^T over K in [start, start + SPLIT_K), in blocks of BLOCK_K."""
+    ks = tl.arange(0, BLOCK_K)
+    for k in range(start, min(start + SPLIT_K, K), BLOCK_K):
+        inside = k + ks < K
+        x = tl.load(x_rows + (k + ks)[None, :], mask=row_mask[:, None] & inside[None, :], other=0.0)
+        w = tl.load(w_rows + (k + ks)[:, None], mask=inside[:, None] & column_mask[None, :], other=0.0)
+        acc = dot(x, w.to(x.dtype), acc)
+    return acc
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    # Neighbouring programs share rows of W: GROUP row tiles are walked before the next column tile.
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    group = program // (GROUP * tiles_n)
+    height = min(tiles_m - group * GROUP, GROUP)
+    tile_m = group * GROUP + (program % (GROUP * tiles_n)) % height
+    tile_n = (program % (GROUP * tiles_n)) // height
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, column_mask = rows < M, columns < N
+    x_rows = x_ptr + rows.to(tl.int64)[:, None] * K
+    w_rows = w_ptr + columns.to(tl.int64)[None, :] * K
+    mask = row_mask[:, None] & column_mask[None, :]
+    where = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if IS_PARTIAL:
+        split = tl.program_id(1)
+        part = _split_sum(x_rows, w_rows, row_mask, column_mask, split * SPLIT_K, K, BLOCK_K, SPLIT_K, zero)
+        tl.store(out_ptr + split.to(tl.int64) * M * N + where, part, mask=mask)
+    else:
+        total = _split_sum(x_rows, w_rows, row_mask, column_mask, 0, K, BLOCK_K, SPLIT_K, zero)
+        for start in range(SPLIT_K, K, SPLIT_K):
+            total += _split_sum(x_rows, w_rows, row_mask, column_mask, start, K, BLOCK_K, SPLIT_K, zero)
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        tl.store(out_ptr + where, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def linear_reduce_kernel(
+    parts_ptr, bias_ptr, out_ptr, N, part_stride, num_splits, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < N
+    part = parts_ptr + row * N + columns
+    total = tl.load(part, mask=mask, other=0.0)
+    for _ in range(1, num_splits):
+        part += part_stride
+        total += tl.load(part, mask=mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+REDUCE_BLOCK = 1024
+REDUCE_WARPS = 4
+
+
+def _config(is_float32: bool, few_rows: bool) -> tuple[dict[str, int], int, int]:
+    """Tile, warps and stages. BLOCK_N, BLOCK_K and SPLIT_K are the same for every number of rows."""
+    if is_float32:
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "SPLIT_K": 1024, "GROUP": GROUP_ROWS}, 4, 2
+    # One warp group of a Hopper GPU multiplies 64 rows: 4 warps take 64, 8 warps take 128.
+    block_m, num_warps, num_stages = (64, 4, 4) if few_rows else (128, 8, 3)
+    tile = {"BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 64, "SPLIT_K": 1024, "GROUP": GROUP_ROWS}
+    return tile, num_warps, num_stages
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    """Keep the weight row-major [N, K]: both operands of the product then stream along K."""
+    layout = weight.detach().contiguous()
+    kept_bias = None if bias is None else bias.detach().contiguous()
+    return PackedLinear(
+        in_features=weight.shape[1],
+        out_features=weight.shape[0],
+        dtype=weight.dtype,
+        device=weight.device,
+        nbytes=layout.nbytes + (0 if kept_bias is None else kept_bias.nbytes),
+        backend="triton",
+        layout=layout,
+        bias=kept_bias,
+        unpacker=_unpack,
+    )
+
+
+def _unpack(packed: PackedLinear) -> torch.Tensor:
+    layout: torch.Tensor = packed.layout
+    return layout.clone()
+
+
+def linear(x: torch.Tensor, w: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] -> [T, N]."""
+    m, k = x.shape
+    n = w.out_features
+    if out is None:
+        out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    if m == 0:
+        return out
+    few_rows = m <= FEW_ROWS
+    tile, num_warps, num_stages = _config(x.dtype == torch.float32, few_rows)
+    tiles = triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"])
+    num_splits = triton.cdiv(k, tile["SPLIT_K"])
+    has_bias = w.bias is not None
+    bias = w.bias if w.bias is not None else w.layout
+    options = {"num_warps": num_warps, "num_stages": pipeline_depth(num_stages)}
+    if not few_rows or num_splits == 1:
+        linear_kernel[(tiles,)](
+            x, w.layout, bias, out, m, n, k, **tile, IS_PARTIAL=False, HAS_BIAS=has_bias, **options
+        )
+        return out
+    parts = torch.empty((num_splits, m, n), dtype=torch.float32, device=x.device)
+    linear_kernel[(tiles, num_splits)](
+        x, w.layout, bias, parts, m, n, k, **tile, IS_PARTIAL=True, HAS_BIAS=False, **options
+    )
+    linear_reduce_kernel[(m, triton.cdiv(n, REDUCE_BLOCK))](
+        parts, bias, out, n, m * n, num_splits, BLOCK=REDUCE_BLOCK, HAS_BIAS=has_bias, num_warps=REDUCE_WARPS
+    )
+    return out
+
+
+def variants() -> list[Variant]:
+    """Compilations to check: each dtype, many and few rows, and the sum over the splits."""
+    found = []
+    for dtype in AOT_DTYPES:
+        types = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr"), f"*{dtype}")
+        types |= {"M": "i32", "N": "i32", "K": "i32"}
+        for few_rows, is_partial, has_bias in (
+            (False, False, True),
+            (True, False, True),
+            (True, True, False),
+        ):
+            tile, num_warps, num_stages = _config(dtype == "fp32", few_rows)
+            found.append(
+                Variant(
+                    name=f"linear[{dtype},BLOCK_M={tile['BLOCK_M']},partial={is_partial}]",
+                    kernel=linear_kernel,
+                    types={**types, "out_ptr": "*fp32" if is_partial else f"*{dtype}"},
+                    constants={**tile, "IS_PARTIAL": is_partial, "HAS_BIAS": has_bias},
+                    num_warps=num_warps,
+                    num_stages=num_stages,
+                    is_matrix_product=dtype != "fp32",
+                    aligned=("N", "K"),
+                )
+            )
+        found.append(
+            Variant(
+                name=f"linear_reduce[{dtype}]",
+                kernel=linear_reduce_kernel,
+                types={
+                    "parts_ptr": "*fp32",
+                    "bias_ptr": f"*{dtype}",
+                    "out_ptr": f"*{dtype}",
+                    "N": "i32",
+                    "part_stride": "i32",
+                    "num_splits": "i32",
+                },
+                constants={"BLOCK": REDUCE_BLOCK, "HAS_BIAS": True},
+                num_warps=REDUCE_WARPS,
+                aligned=("N", "part_stride"),
+            )
+        )
+    return found

@@ -1,0 +1,186 @@
+"""Paged prefill attention over ragged, chunked prompts (flash attention, Dao, 2023).
+
+A tile is a run of query tokens of one request times the query heads that share a KV head: short chunks
+still fill the matrix unit, and keys are read once per KV head. A row sees the keys in fixed blocks from
+position 0, whichever tile or chunk it stands in; a block past the row's own position changes nothing in
+it (weights 0, decay 1). So the cut into chunks does not show in the result.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..plan import AttentionPlan
+from .attention_plan import DeviceWork, prefill_rows
+from .decode_attention import AOT_SHAPES, LOG2_E
+from .dot import dot
+from .variant import AOT_DTYPES, Variant, next_power_of_2, pipeline_depth
+
+
+@triton.jit
+def _attend(
+    q,
+    sums,
+    top,
+    total,
+    row_position,
+    k_head_ptr,
+    v_head_ptr,
+    table,
+    begin,
+    end,
+    num_keys,
+    scale,
+    span_stride,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    SPAN_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Online softmax over the keys [begin, end). Products and sums are the same with and without mask."""
+    keys = tl.arange(0, BLOCK)
+    dims = tl.arange(0, DIM_BLOCK)
+    for block in range(begin, end, BLOCK):
+        position = block + keys
+        is_key = position < num_keys
+        span = tl.load(table + position // SPAN_SIZE, mask=is_key, other=0).to(tl.int64)
+        cached = span * span_stride + (position % SPAN_SIZE) * DIM
+        mask = is_key[:, None] & (dims < DIM)[None, :]
+        k = tl.load(k_head_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
+        v = tl.load(v_head_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
+        scores = dot(q, tl.trans(k), tl.zeros((ROWS, BLOCK), tl.float32))
+        if IS_MASKED:
+            scores = tl.where(position[None, :] <= row_position[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        # Explicit fused operations: both variants of this loop must round alike.
+        weights = tl.exp2(tl.fma(scores, scale, -(new_top * scale)[:, None]))
+        decay = tl.exp2(tl.fma(top, scale, -(new_top * scale)))
+        total = tl.fma(total, decay, tl.sum(weights, axis=1))
+        sums = dot(weights.to(v.dtype), v, sums * decay[:, None])
+        top = new_top
+    return sums, top, total
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    tiles_ptr,
+    span_table_ptr,
+    q_stride,
+    table_stride,
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    RATIO: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    SPAN_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    first_token = tl.load(tiles_ptr + tile * 4).to(tl.int64)
+    num_tokens = tl.load(tiles_ptr + tile * 4 + 1)
+    table = span_table_ptr + tl.load(tiles_ptr + tile * 4 + 2).to(tl.int64) * table_stride
+    first_position = tl.load(tiles_ptr + tile * 4 + 3)
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM_BLOCK)
+    index = rows // RATIO
+    head = kv_head * RATIO + rows % RATIO
+    mask = (index < num_tokens)[:, None] & (dims < DIM)[None, :]
+    token = first_token + index
+    q_where = token[:, None] * q_stride + (head * DIM)[:, None] + dims[None, :]
+    q = tl.load(q_ptr + q_where, mask=mask, other=0.0)
+    # Rows past the tile's end repeat its last position, so that they see a key and stay finite.
+    row_position = first_position + tl.minimum(index, num_tokens - 1)
+    num_keys = first_position + num_tokens
+    all_visible = (first_position + 1) // BLOCK * BLOCK
+    span_stride: tl.constexpr = NUM_KV_HEADS * SPAN_SIZE * DIM
+    k_head_ptr = k_cache_ptr + kv_head * SPAN_SIZE * DIM
+    v_head_ptr = v_cache_ptr + kv_head * SPAN_SIZE * DIM
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
+    sums, top, total = _attend(
+        q, sums, top, total, row_position, k_head_ptr, v_head_ptr, table, 0, all_visible, num_keys, scale,
+        span_stride, ROWS, DIM, DIM_BLOCK, SPAN_SIZE, BLOCK, False,
+    )  # fmt: skip
+    sums, top, total = _attend(
+        q, sums, top, total, row_position, k_head_ptr, v_head_ptr, table, all_visible, num_keys, num_keys,
+        scale, span_stride, ROWS, DIM, DIM_BLOCK, SPAN_SIZE, BLOCK, True,
+    )  # fmt: skip
+    out_where = (token[:, None] * (NUM_KV_HEADS * RATIO) + head[:, None]) * DIM + dims[None, :]
+    tl.store(out_ptr + out_where, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _config(is_float32: bool, head_dim: int, ratio: int) -> tuple[dict[str, int], int, int]:
+    """Constants, warps and stages."""
+    dim_block = max(16, next_power_of_2(head_dim))
+    rows = prefill_rows(ratio, head_dim)
+    constants = {
+        "RATIO": ratio,
+        "DIM": head_dim,
+        "DIM_BLOCK": dim_block,
+        "ROWS": rows,
+        "BLOCK": 32 if is_float32 or dim_block > 128 else 64,
+    }
+    return constants, 8, 2
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Fill the rows of ``out`` [T, Hq, D] that belong to the plan's prefill work."""
+    state: DeviceWork = plan.state
+    work = state.prefill
+    assert work is not None
+    ratio = plan.num_q_heads // plan.num_kv_heads
+    constants, num_warps, num_stages = _config(q.dtype == torch.float32, plan.head_dim, ratio)
+    prefill_kernel[(work.num_tiles, plan.num_kv_heads)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        work.tiles,
+        state.span_table,
+        q.stride(0),
+        state.span_table.stride(0),
+        scale * LOG2_E,
+        NUM_KV_HEADS=plan.num_kv_heads,
+        SPAN_SIZE=plan.span_size,
+        **constants,
+        num_warps=num_warps,
+        num_stages=pipeline_depth(num_stages),
+    )
+
+
+def variants() -> list[Variant]:
+    """Compilations to check: each dtype and typical head shapes."""
+    found = []
+    for dtype in AOT_DTYPES:
+        for ratio, kv_heads, dim, span_size in AOT_SHAPES:
+            constants, num_warps, num_stages = _config(dtype == "fp32", dim, ratio)
+            tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), f"*{dtype}")
+            lists = {"tiles_ptr": "*i32", "span_table_ptr": "*i32"}
+            found.append(
+                Variant(
+                    name=f"prefill[{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size}]",
+                    kernel=prefill_kernel,
+                    types={**tensors, **lists, "q_stride": "i32", "table_stride": "i32", "scale": "fp32"},
+                    constants={**constants, "NUM_KV_HEADS": kv_heads, "SPAN_SIZE": span_size},
+                    num_warps=num_warps,
+                    num_stages=num_stages,
+                    is_matrix_product=dtype != "fp32",
+                    aligned=("q_stride",),
+                )
+            )
+    return found

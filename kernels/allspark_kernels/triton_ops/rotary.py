@@ -1,0 +1,149 @@
+"""Rotary embedding of q and k fused with the write of k and v to the span cache."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .variant import AOT_DTYPES, Variant, next_power_of_2
+
+NUM_WARPS = 4
+# Heads times dimensions of one program's tile.
+TILE_ELEMENTS = 1024
+
+
+@triton.jit
+def _turn(x_ptr, out_ptr, source, target, mask, cos, sin, HALF: tl.constexpr):
+    """Rotate the pairs (x[i], x[i + HALF]) of a tile of heads."""
+    low = tl.load(x_ptr + source, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(x_ptr + source + HALF, mask=mask, other=0.0).to(tl.float32)
+    kind = out_ptr.dtype.element_ty
+    tl.store(out_ptr + target, (low * cos - high * sin).to(kind), mask=mask)
+    tl.store(out_ptr + target + HALF, (high * cos + low * sin).to(kind), mask=mask)
+
+
+@triton.jit
+def rotary_kv_write_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    q_stride,
+    k_stride,
+    v_stride,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    SPAN_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    Q_GROUPS: tl.constexpr = (NUM_Q_HEADS + HEADS - 1) // HEADS
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    position = tl.load(positions_ptr + token)
+    pairs = tl.arange(0, HALF_BLOCK)
+    angles = cos_sin_ptr + position * ROTARY_DIM + pairs
+    cos = tl.load(angles, mask=pairs < HALF, other=0.0)[None, :]
+    sin = tl.load(angles + HALF, mask=pairs < HALF, other=0.0)[None, :]
+    if group < Q_GROUPS:
+        heads = group * HEADS + tl.arange(0, HEADS)
+        mask = (heads < NUM_Q_HEADS)[:, None] & (pairs < HALF)[None, :]
+        where = token * q_stride + heads[:, None] * DIM + pairs[None, :]
+        _turn(q_ptr, q_ptr, where, where, mask, cos, sin, HALF)
+    else:
+        slot = tl.load(slots_ptr + token)
+        heads = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
+        is_kept = (heads < tl.where(slot >= 0, NUM_KV_HEADS, 0))[:, None]
+        span, offset = slot // SPAN_SIZE, slot % SPAN_SIZE
+        cached = ((span * NUM_KV_HEADS + heads) * SPAN_SIZE + offset)[:, None] * DIM
+        fresh = heads[:, None] * DIM
+        mask = is_kept & (pairs < HALF)[None, :]
+        source = token * k_stride + fresh + pairs[None, :]
+        _turn(k_ptr, k_cache_ptr, source, cached + pairs[None, :], mask, cos, sin, HALF)
+        dims = tl.arange(0, DIM_BLOCK)[None, :]
+        if ROTARY_DIM < DIM:
+            mask = is_kept & (dims >= ROTARY_DIM) & (dims < DIM)
+            rest = tl.load(k_ptr + token * k_stride + fresh + dims, mask=mask, other=0.0)
+            tl.store(k_cache_ptr + cached + dims, rest.to(k_cache_ptr.dtype.element_ty), mask=mask)
+        mask = is_kept & (dims < DIM)
+        value = tl.load(v_ptr + token * v_stride + fresh + dims, mask=mask, other=0.0)
+        tl.store(v_cache_ptr + cached + dims, value.to(v_cache_ptr.dtype.element_ty), mask=mask)
+
+
+def _constants(q_heads: int, kv_heads: int, dim: int, rotary_dim: int, span_size: int) -> dict[str, int]:
+    dim_block = next_power_of_2(dim)
+    return {
+        "NUM_Q_HEADS": q_heads,
+        "NUM_KV_HEADS": kv_heads,
+        "DIM": dim,
+        "ROTARY_DIM": rotary_dim,
+        "SPAN_SIZE": span_size,
+        "HEADS": min(max(1, TILE_ELEMENTS // dim_block), next_power_of_2(kv_heads)),
+        "HALF_BLOCK": next_power_of_2(rotary_dim // 2),
+        "DIM_BLOCK": dim_block,
+    }
+
+
+def rotary_kv_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    """Rotate q [T, Hq, D] in place; store rotated k and v [T, Hk, D] at slots >= 0 of the cache."""
+    num_tokens, q_heads, dim = q.shape
+    if num_tokens == 0:
+        return
+    kv_heads, span_size = k_cache.shape[1], k_cache.shape[2]
+    constants = _constants(q_heads, kv_heads, dim, cos_sin.shape[1], span_size)
+    heads = constants["HEADS"]
+    grid = (num_tokens, triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads))
+    rotary_kv_write_kernel[grid](
+        q,
+        k,
+        v,
+        cos_sin,
+        positions,
+        slots,
+        k_cache,
+        v_cache,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        **constants,
+        num_warps=NUM_WARPS,
+    )
+
+
+def variants() -> list[Variant]:
+    """Compilations to check: each dtype, whole and partial rotation, odd head sizes."""
+    shapes = ((9, 3, 64, 64, 32), (32, 8, 128, 128, 32), (32, 8, 80, 32, 16))
+    found = []
+    for dtype in AOT_DTYPES:
+        for q_heads, kv_heads, dim, rotary_dim, span_size in shapes:
+            pointers = ("q_ptr", "k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr")
+            types = dict.fromkeys(pointers, f"*{dtype}")
+            types |= {"cos_sin_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64"}
+            types |= {"q_stride": "i32", "k_stride": "i32", "v_stride": "i32"}
+            found.append(
+                Variant(
+                    name=f"rotary_kv_write[{dtype},Hq={q_heads},Hk={kv_heads},D={dim},R={rotary_dim}]",
+                    kernel=rotary_kv_write_kernel,
+                    types=types,
+                    constants=_constants(q_heads, kv_heads, dim, rotary_dim, span_size),
+                    num_warps=NUM_WARPS,
+                    aligned=("q_stride", "k_stride", "v_stride"),
+                )
+            )
+    return found
