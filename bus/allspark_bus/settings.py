@@ -39,7 +39,7 @@ from allspark_bus.setting_types import Metavar, RedisUrl, Seconds, is_local_addr
 
 ENV_PREFIX = "ALLSPARK_"
 #: Tables that a configuration file may hold: one per command, so that one file can describe a whole fleet.
-CONFIG_TABLES = ("up", "gateway", "broker", "worker", "generate", "status", "top", "bench")
+CONFIG_TABLES = ("up", "gateway", "broker", "worker", "generate", "status", "bench", "demo")
 
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("_file_values", default=None)
 
@@ -81,9 +81,10 @@ class Settings(BaseSettings):
     @classmethod
     def load(cls, argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Self:
         """Read flags, environment and file; raise ``ConfigError``, or ``SystemExit(0)`` after ``--help``."""
+        config = config_file(cls, argv, environ)
+        in_file = read_table(cls, config) if config else {}
         given = vars(build_parser(cls).parse_args(list(argv)))
-        config = given.pop("config", None) or environ.get(ENV_PREFIX + "CONFIG")
-        in_file = read_table(cls, Path(config)) if config else {}
+        given.pop("config", None)
         token = _file_values.set(in_file)
         try:
             return cls(**given)
@@ -129,6 +130,14 @@ class ProcessSettings(Settings):
                 f"{', '.join(remote)} can be reached from other machines; add --allow-remote to accept that"
             )
         return self
+
+
+def config_file(
+    cls: type[Settings], argv: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> Path | None:
+    """The configuration file that ``cls.load`` would read."""
+    given = vars(build_parser(cls).parse_args(list(argv))).get("config") or environ.get(ENV_PREFIX + "CONFIG")
+    return Path(given) if given else None
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,65 @@
+"""The command line of each process of a fleet, from what is already bound.
+
+A restarted process gets the addresses that its first incarnation bound, so the others find it again.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from allspark.launcher.fleet import Fleet
+
+ALLSPARK = (sys.executable, "-m", "allspark.cli")
+
+
+def broker_command(fleet: "Fleet", index: int, ready_fd: int) -> Sequence[str]:
+    """``allspark broker`` on free loopback ports, or on those it had before."""
+    bound = fleet.brokers[index].ready
+    return [
+        *ALLSPARK,
+        "broker",
+        f"--frontend={bound.get('frontend', 'tcp://127.0.0.1:0')}",
+        f"--backend={bound.get('backend', 'tcp://127.0.0.1:0')}",
+        *(f"--model-root={root}" for root in fleet.options.model_roots),
+        *_common(fleet, ready_fd),
+        *fleet.options.broker_args,
+    ]
+
+
+def gateway_command(fleet: "Fleet", index: int, ready_fd: int) -> Sequence[str]:
+    """``allspark gateway`` on its addresses."""
+    addresses = fleet.gateways[index].ready.get("grpc") or fleet.options.gateway_addresses()[index]
+    return [
+        *ALLSPARK,
+        "gateway",
+        *(f"--grpc={address}" for address in addresses),
+        *(f"--broker={endpoint}" for endpoint in fleet.frontends),
+        *_common(fleet, ready_fd),
+        *fleet.options.gateway_args,
+    ]
+
+
+def worker_command(fleet: "Fleet", index: int, ready_fd: int) -> Sequence[str]:
+    """``allspark worker``, or the command that stands in for it."""
+    return [
+        *fleet.options.worker_command,
+        *(f"--broker={endpoint}" for endpoint in fleet.backends),
+        f"--device={fleet.options.worker_device(index)}",
+        f"--num-threads={fleet.options.worker_threads()}",
+        *(f"--model-root={root}" for root in fleet.options.model_roots),
+        *_common(fleet, ready_fd),
+        *fleet.options.worker_args,
+    ]
+
+
+def _common(fleet: "Fleet", ready_fd: int) -> Sequence[str]:
+    return [f"--redis={fleet.redis_url}", f"--drain-s={fleet.options.drain_s}", f"--ready-fd={ready_fd}"]
+
+
+#: The command line of each kind of process, from the fleet, its index and its ready descriptor.
+COMMANDS: dict[str, Callable[["Fleet", int, int], Sequence[str]]] = {
+    "broker": broker_command,
+    "gateway": gateway_command,
+    "worker": worker_command,
+}
