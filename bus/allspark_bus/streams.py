@@ -13,6 +13,7 @@ TAKE = Script.load("take")
 SETTLE = Script.load("settle")
 READ = Script.load("read")
 VIEW = Script.load("view")
+STATUS = Script.load("status")
 
 MAX_ENTRIES = 4096
 
@@ -34,6 +35,7 @@ class Batch:
     reason: str = ""
     message: str = ""
     wait_ms: int = 0
+    is_cut_off: bool = False  # there was more than MAX_ENTRIES
 
     @property
     def has_data(self) -> bool:
@@ -42,10 +44,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a request stands. `status` is the true GENERATE_STATUS; `end_ms` when it ended (0: open).
-
-    `reserved_by` is the call whose answer, tokens `[reserved_from, cursor)`, is not confirmed yet, or "".
-    """
+    """Where a request stands. `status` is the true GENERATE_STATUS; `end_ms` when it ended (0: open)."""
 
     outcome: str
     status: int = 0
@@ -55,13 +54,16 @@ class View:
     reason: str = ""
     message: str = ""
     end_ms: int = 0
-    reserved_by: str = ""
-    reserved_from: int = 0
 
-    def unread(self, confirmed: str) -> int:
-        """Tokens that no reader has for sure; `confirmed` is a call whose answer is known to have arrived."""
-        is_open = self.reserved_by != "" and self.reserved_by != confirmed
-        return self.num_tokens - (self.reserved_from if is_open else self.cursor)
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What GenerateStatus answers: `status` with the reason and message of a terminal one."""
+
+    outcome: str
+    status: int = 0
+    reason: str = ""
+    message: str = ""
 
 
 class Streams:
@@ -97,19 +99,19 @@ class Streams:
             return View(r[0].decode())
         num_tokens = int(r[1].partition(b"-")[0]) if r[1] else 0
         status = int(r[4]) if r[4] else (2 if num_tokens else 0)
-        call_id, _, rest = r[8].decode().partition("|")
         return View(
-            "ok",
-            status,
-            num_tokens,
-            int(r[2]),
-            r[3] != b"",
-            r[5].decode(),
-            r[6].decode(),
-            int(r[7] or 0),
-            call_id,
-            int(rest.partition("|")[0] or 0),
+            "ok", status, num_tokens, int(r[2]), r[3] != b"", r[5].decode(), r[6].decode(), int(r[7] or 0)
         )
+
+    async def status(self, rid: str, confirmed: str, deferral_ms: int) -> Told:
+        """The status for readers of the server-side cursor, who must see the last tokens before the end.
+
+        `confirmed` is a call whose answer is known to have arrived, or "".
+        """
+        r = await self._store.script(STATUS, _keys(rid), [confirmed, deferral_ms])
+        if r[0] != b"ok":
+            return Told(r[0].decode())
+        return Told("ok", int(r[1]), r[2].decode(), r[3].decode())
 
 
 def _keys(rid: str) -> list[str]:
@@ -135,4 +137,5 @@ def _batch(reply: Sequence[bytes | int]) -> Batch:
         0 if is_cut_off else int(reply[3] or 0),
         "" if is_cut_off else bytes(reply[4]).decode(),
         "" if is_cut_off else bytes(reply[5]).decode(),
+        is_cut_off=is_cut_off,
     )

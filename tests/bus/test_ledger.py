@@ -6,7 +6,7 @@ import pytest
 from allspark_bus import keys
 from allspark_bus.ledger import APPENDED, CLOSED, GAP, STALE, Append, Ending, Entry, Ledger, Ttl, now_ms
 from allspark_bus.store import Store
-from allspark_bus.streams import Streams
+from allspark_bus.streams import Streams, Told
 from allspark_proto import records
 
 RID = "default/u-1"
@@ -173,17 +173,53 @@ async def test_a_store_that_is_away_answers_within_its_patience(valkey) -> None:
     await impatient.close()
 
 
-async def test_a_view_tells_what_is_read_from_what_is_on_its_way(ledger: Ledger, streams: Streams) -> None:
+D_MS = 60_000
+
+
+async def test_the_end_is_held_back_while_a_reader_has_tokens_to_fetch(
+    ledger: Ledger, streams: Streams
+) -> None:
+    await ledger.admit(entry(), b"d")
+    assert (await streams.status(RID, "", D_MS)).status == 0
+    await ledger.append([append(0, 1)])
+    assert (await streams.status(RID, "", D_MS)).status == 2
+    await streams.take(RID, "a", "")
+    await ledger.append([append(1, 2, ending=Ending(3, "eos", "why"))])
+    assert (await streams.status(RID, "a", D_MS)).status == 2, "token 2 has not been fetched"
+    await streams.take(RID, "b", "a")
+    assert (await streams.status(RID, "", D_MS)).status == 2, "the answer of b may still be lost"
+    assert await streams.status(RID, "b", D_MS) == Told("ok", 3, "eos", "why"), "b is known to have arrived"
+    await streams.settle(RID, "b", arrived=True)
+    assert (await streams.status(RID, "", D_MS)).status == 3
+
+
+async def test_the_end_is_not_held_back_for_ever(ledger: Ledger, streams: Streams) -> None:
+    await ledger.admit(entry(), b"d")
+    await ledger.append([append(0, 1)])
+    await streams.take(RID, "a", "")
+    await ledger.append([append(1, 2, ending=Ending(4, "poison"))])
+    while (await streams.status(RID, "a", 50)).status == 2:
+        await asyncio.sleep(0.001)  # until Valkey's clock has passed the 50 milliseconds
+    assert (await streams.status(RID, "a", D_MS)).status == 4, "once told, it stays told"
+
+
+async def test_who_never_reads_sees_the_end_at_once_and_it_stays(ledger: Ledger, streams: Streams) -> None:
     await ledger.admit(entry(), b"d")
     await ledger.append([append(0, 1, 2, ending=Ending(3, "eos"))])
-    assert (await streams.view(RID)).unread("") == 2
+    assert (await streams.status(RID, "", D_MS)).status == 3
     await streams.take(RID, "a", "")
-    view = await streams.view(RID)
-    assert (view.cursor, view.reserved_by, view.reserved_from) == (2, "a", 0)
-    assert view.unread("") == 2, "until it is confirmed, the answer may be lost"
-    assert view.unread("a") == 0, "this gateway knows that it arrived"
-    await streams.settle(RID, "a", arrived=True)
-    assert (await streams.view(RID)).unread("") == 0
+    await streams.settle(RID, "a", arrived=False)
+    assert (await streams.status(RID, "", D_MS)).status == 3, "a status never goes back"
+
+
+async def test_the_status_of_what_is_gone(ledger: Ledger, streams: Streams, store: Store) -> None:
+    assert (await streams.status(RID, "", D_MS)).outcome == "unknown"
+    await ledger.admit(entry(), b"d")
+    await ledger.append([append(0, 1, ending=Ending(3, "eos"))])
+    await store.command("DEL", keys.stream(RID))
+    assert (await streams.status(RID, "", D_MS)).outcome == "expired"
+    await ledger.release(RID)
+    assert (await streams.status(RID, "", D_MS)).outcome == "released"
 
 
 async def test_the_end_is_not_announced_before_the_last_entry(
