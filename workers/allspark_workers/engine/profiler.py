@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 
 _TAGS = ("forward", "reshape", "alloc")
 _COLUMNS = (
@@ -44,6 +47,16 @@ class Profiler:
             timing.total_s += seconds
             timing.min_s = min(timing.min_s, seconds)
             timing.max_s = max(timing.max_s, seconds)
+
+    @contextmanager
+    def measure(self, tag: str, name: str, is_on: bool) -> Iterator[None]:
+        """Record the time of the block, if `is_on`."""
+        if not is_on:
+            yield
+            return
+        start = perf_counter()
+        yield
+        self.add(tag, name, perf_counter() - start)
 
     def text(self, reset: bool = True) -> str:
         """All timings as text, one block per phase; empty if nothing was measured. Clears them if `reset`."""

@@ -26,6 +26,7 @@ class Sequence:
         "is_marked",
         "length",
         "num_computed",
+        "num_prefilled",
         "num_prompt",
         "order",
         "request",
@@ -45,6 +46,7 @@ class Sequence:
         self.tokens[: self.num_prompt] = request.prompt
         self.tokens[self.num_prompt : self.length] = request.generated
         self.num_computed = 0
+        self.num_prefilled = 0  # prompt tokens ever computed, for the statistics
         self.spans: list[int] = []
         self.row = NO_ROW
         self.is_held = False

@@ -1,0 +1,75 @@
+"""Captured decode steps: one per batch size bucket, replayed with new inputs instead of launched anew."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from allspark_kernels import capture, reserve_decode_plan
+
+from allspark_workers.engine.batch import RaggedBatch
+from allspark_workers.models.decoder import KVCache, StepTensors
+from allspark_workers.models.loader import Model
+from allspark_workers.models.ops import DIRECT
+
+_NOT_WRITTEN = -1
+
+
+def is_worth_capturing(model: Model) -> bool:
+    """Whether launching kernels costs more than running them: only on a GPU."""
+    return model.device.type == "cuda"
+
+
+def buckets(max_batch: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, 8, then every 8 up to 64, every 32 beyond; `max_batch` itself last."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(96, max_batch + 32, 32)]
+    return [size for size in sizes if size < max_batch] + [max_batch]
+
+
+class DecodeGraph:
+    """One decode step of up to `capacity` requests at fixed addresses; rows beyond the batch are padding."""
+
+    def __init__(self, model: Model, cache: KVCache, capacity: int, max_length: int, span_size: int) -> None:
+        arch, device = model.arch, model.device
+        self.capacity = capacity
+        self._plan = reserve_decode_plan(
+            capacity, max_length, span_size, device, arch.num_heads, arch.num_kv_heads, arch.head_dim
+        )
+        self._host = torch.zeros((3, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host[2] = _NOT_WRITTEN
+        self._tokens: torch.Tensor = self._host.to(device, copy=True)
+        ids, positions, slots = self._tokens.unbind(0)
+        self._step = StepTensors(ids, positions, slots, self._plan, None)
+        self._logits: torch.Tensor | None = None
+
+        def step() -> None:
+            self._logits = model.decoder.forward(DIRECT, self._step, cache)
+
+        self._replay = capture(step, device)
+
+    def run(self, batch: RaggedBatch) -> torch.Tensor:
+        """Logits [B, V] of a decode batch of at most `capacity` rows; valid until the next run."""
+        size = batch.tokens.shape[1]
+        self._host[:, :size] = torch.from_numpy(batch.tokens)
+        self._host[0, size:] = 0
+        self._host[1, size:] = 0
+        self._host[2, size:] = _NOT_WRITTEN
+        self._tokens.copy_(self._host, non_blocking=True)
+        self._plan.refill(batch.kv_lens.astype(np.int32), batch.span_table)
+        self._replay()
+        if self._logits is None:
+            raise RuntimeError("the captured step produced no logits")
+        return self._logits[:size]
+
+
+class DecodeGraphs:
+    """The captured steps of one model."""
+
+    def __init__(self, model: Model, cache: KVCache, max_batch: int, max_length: int, span_size: int) -> None:
+        # Largest first: the memory of the smaller ones then fits into what it left behind.
+        sizes = sorted(buckets(max_batch), reverse=True)
+        self._graphs = [DecodeGraph(model, cache, size, max_length, span_size) for size in sizes][::-1]
+
+    def run(self, batch: RaggedBatch) -> torch.Tensor:
+        """Logits [B, V] through the smallest captured step that holds the batch."""
+        size = len(batch.q_lens)
+        return next(graph for graph in self._graphs if graph.capacity >= size).run(batch)

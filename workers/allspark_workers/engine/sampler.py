@@ -1,0 +1,114 @@
+"""Sampling settings of a batch as tensors, and the bitmask of tokens that penalties need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from allspark_kernels import SamplingBatch, mark_seen
+
+from allspark_workers.engine.sequence import Sequence
+from allspark_workers.models.ops import KernelOps
+
+_IN_PROMPT = 1
+_GENERATED = 2
+
+
+class Sampler:
+    """Draws one token per sequence; keeps the tensors of an unchanged batch from step to step.
+
+    `seen` [max_batch, vocab_size] uint8 is allocated at the first request with a penalty; a sequence uses the
+    row of its batch slot, filled from its tokens when it enters the slot and kept up to date afterwards.
+    """
+
+    def __init__(self, vocab_size: int, max_batch: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._max_batch = max_batch
+        self._device = device
+        self._seen: torch.Tensor | None = None
+        self._sequences: list[Sequence] = []
+        self._rows: list[int] = []
+        self._batch: SamplingBatch | None = None
+        self._penalised: list[int] = []
+        self._empty = torch.empty(0, dtype=torch.int64, device=device)
+
+    def sample(self, ops: KernelOps, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+        """Next token of each sequence from logits [B, V] float32 (modified in place); -1 if none is left."""
+        batch = self._settings(sequences)
+        self._mark_history(sequences)
+        ban_rows, ban_ids = self._bans(sequences)
+        position = torch.tensor([s.length for s in sequences], dtype=torch.int64, device=self._device)
+        batch = replace(batch, position=position, ban_rows=ban_rows, ban_ids=ban_ids, seen=self._seen_rows())
+        drawn = ops.sample(logits, batch)
+        if self._penalised and self._seen is not None:
+            index = self._penalised
+            slots = torch.tensor([sequences[i].row for i in index], dtype=torch.int64, device=self._device)
+            mark_seen(self._seen, slots, drawn[index], _GENERATED)
+        tokens: list[int] = drawn.tolist()
+        return tokens
+
+    def forget(self, sequences: list[Sequence]) -> None:
+        """After a failed step: what was marked may not match the tokens, so mark again."""
+        self._sequences = []
+        for seq in sequences:
+            seq.is_marked = False
+
+    def _settings(self, sequences: list[Sequence]) -> SamplingBatch:
+        """Tensors that stay the same while the same sequences decode in the same slots."""
+        rows = [s.row for s in sequences]
+        if self._batch is not None and sequences == self._sequences and rows == self._rows:
+            return self._batch
+        self._penalised = [i for i, s in enumerate(sequences) if s.uses_penalties]
+        columns = zip(*(s.sampling for s in sequences), strict=True)
+        temperature, top_k, top_p, seed, repetition, presence, suppress = columns
+        size = self._vocab_size
+        self._batch = SamplingBatch(
+            temperature=self._tensor(temperature, torch.float32),
+            top_k=self._tensor([min(k, size) for k in top_k], torch.int32),
+            top_p=self._tensor(top_p, torch.float32),
+            seed=self._tensor(seed, torch.int64),
+            position=self._empty,
+            repetition_penalty=self._tensor(repetition, torch.float32),
+            presence_penalty=self._tensor(presence, torch.float32),
+            suppress_repetition=self._tensor(suppress, torch.bool),
+            seen=None,
+            slot=self._tensor(rows, torch.int32),
+            ban_rows=self._empty,
+            ban_ids=self._empty,
+        )
+        self._sequences, self._rows = list(sequences), rows
+        return self._batch
+
+    def _tensor(self, values: object, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
+
+    def _bans(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows: list[int] = []
+        ids: list[int] = []
+        for index, seq in enumerate(sequences):
+            if seq.constraints.may_ban:
+                banned = seq.constraints.banned(seq)
+                rows += [index] * len(banned)
+                ids += banned
+        if not rows:
+            return self._empty, self._empty
+        return self._tensor(rows, torch.int64), self._tensor(ids, torch.int64)
+
+    def _seen_rows(self) -> torch.Tensor | None:
+        return self._seen if self._penalised else None
+
+    def _mark_history(self, sequences: list[Sequence]) -> None:
+        """Fill the bitmask row of each penalised sequence that is new in its slot."""
+        for index in self._penalised:
+            seq = sequences[index]
+            if seq.is_marked:
+                continue
+            if self._seen is None:
+                shape = (self._max_batch, self._vocab_size)
+                self._seen = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+            self._seen[seq.row].zero_()
+            known = torch.from_numpy(np.array(seq.tokens[: seq.length])).to(self._device)
+            mark_seen(self._seen, seq.row, known[: seq.num_prompt], _IN_PROMPT)
+            mark_seen(self._seen, seq.row, known[seq.num_prompt :], _GENERATED)
+            seq.is_marked = True

@@ -1,0 +1,66 @@
+"""Counters of an engine and the snapshot made from them (spec 2.6.5)."""
+
+from __future__ import annotations
+
+from allspark_workers.engine.inbox import Inbox
+from allspark_workers.engine.kv import KVLayout
+from allspark_workers.engine.rates import RateWindow
+from allspark_workers.engine.scheduler import Scheduler
+from allspark_workers.engine.sequence import Sequence
+from allspark_workers.engine.types import EngineStat
+
+
+class Counters:
+    """Since the model was started, warm-up excluded. Written by the engine thread, read by any."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.last_step_s = 0.0
+        self.num_generated = 0
+        self.num_prefilled = 0
+        self.generate_rate = RateWindow()
+        self.prefill_rate = RateWindow()
+
+    def step(self, now_s: float) -> None:
+        """A step is over."""
+        self.num_steps += 1
+        self.last_step_s = now_s
+
+    def generated(self, count: int, now_s: float) -> None:
+        """New tokens."""
+        self.num_generated += count
+        self.generate_rate.add(count, now_s)
+
+    def prefilled(self, seq: Sequence, now_s: float) -> None:
+        """Prompt tokens of `seq` computed for the first time, not again after a pre-emption."""
+        new = min(seq.num_computed, seq.num_prompt) - seq.num_prefilled
+        if new > 0:
+            seq.num_prefilled += new
+            self.num_prefilled += new
+            self.prefill_rate.add(new, now_s)
+
+
+def engine_stat(
+    scheduler: Scheduler, inbox: Inbox, layout: KVLayout, counters: Counters, weight_bytes: int, now_s: float
+) -> EngineStat:
+    """All values at once; frames are spans times `2 * num_layers`."""
+    ledger, frames = scheduler.ledger, 2 * layout.num_layers
+    free = ledger.free
+    used = layout.num_spans - free
+    return EngineStat(
+        total_span=layout.num_spans * frames,
+        used_span=used * frames,
+        free_span=free * frames,
+        free_token=free * layout.span_size,
+        span_size=layout.frame_bytes,
+        pending_request=len(scheduler.waiting) + inbox.num_submissions(),
+        running_request=len(scheduler.running),
+        total_device_memory_pool_size=weight_bytes + layout.num_spans * layout.bytes_per_span,
+        used_device_memory_pool_size=weight_bytes + used * layout.bytes_per_span,
+        total_generated_token=counters.num_generated,
+        total_prefill_token=counters.num_prefilled,
+        generate_token_persec=counters.generate_rate.rate(now_s),
+        process_token_persec=counters.prefill_rate.rate(now_s),
+        steps=counters.num_steps,
+        last_step_s=counters.last_step_s,
+    )
