@@ -51,8 +51,8 @@ class UpSettings(FleetSettings):
     brokers: Count = 1
     """Number of brokers."""
     grpc: GrpcAddresses = ("127.0.0.1:50051",)
-    """Address to serve: HOST:PORT (port 0: any free one) or unix:/path. One gateway serves all that are given;
-    several gateways take one each, or count up from a single one."""
+    """Address to serve: HOST:PORT (port 0: any free one) or unix:/path. One gateway serves all that are
+    given; several gateways take one each, or count up from a single one."""
     data_dir: Path | None = None
     """Directory of the embedded store; what it holds survives a restart. Default: allspark/ in the user's
     state directory."""
@@ -139,16 +139,28 @@ class StatusSettings(Settings):
 
     command: ClassVar[str] = "status"
 
-    grpc: GrpcAddresses = ("127.0.0.1:50051",)
-    """Address of a gateway. Repeat for several; each one is asked whether it answers."""
+    grpc: GrpcAddresses = ()
+    """Address of a gateway. Repeat for several. Default, without --broker: 127.0.0.1:50051."""
     broker: ZmqEndpoints = ()
     """Frontend endpoint of a broker, for the list of models and workers. Repeat for several."""
     model: Annotated[StrList, Metavar("NAME")] = ()
-    """Model to show figures of. Repeat for several."""
+    """Model to show figures of; the ones that a broker lists are shown anyway. Repeat for several."""
+    expect_worker: Annotated[str, Metavar("PREFIX")] = ""
+    """Fail unless a broker lists a worker whose name begins like this (for health checks)."""
     timeout_s: Seconds = 5.0
     """How long to wait for an answer."""
     as_json: Annotated[bool, Alias("--json")] = False
     """Print one JSON object instead of tables."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.expect_worker and not self.broker:
+            raise ValueError("--expect-worker needs --broker")
+        return self
+
+    def gateways(self) -> tuple[str, ...]:
+        """The gateways to ask."""
+        return self.grpc or (() if self.broker else ("127.0.0.1:50051",))
 
 
 class DemoSettings(FleetSettings):

@@ -1,0 +1,127 @@
+"""``allspark status``: what is running, once; also the health check of containers."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from allspark_bus.broker_client import BrokerClient, raise_for
+from allspark_bus.errors import FleetError
+from allspark_proto import fleet_pb2 as fleet
+from google.protobuf.json_format import MessageToDict
+from rich.table import Table
+
+from allspark.cli.console import err, out
+from allspark.cli.settings import StatusSettings
+from allspark.client import AllSparkError, AsyncClient
+
+_MODEL_COLUMNS = ("name", "state", "workers", "queued_requests")
+_WORKER_COLUMNS = ("worker_id", "device", "inflight_requests", "capacity", "draining", "last_seen_s")
+_STAT_COLUMNS = (
+    "model_name",
+    "running_request",
+    "pendding_request",
+    "generate_token_persec",
+    "process_token_persec",
+    "used_span",
+    "free_span",
+    "total_generated_token",
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Show it; 0 if every address answered (and the expected worker is there), else 1."""
+    settings = StatusSettings.load(argv)
+    report = asyncio.run(collect(settings))
+    if settings.as_json:
+        out.print(json.dumps(report), markup=False, soft_wrap=True)
+    else:
+        show(report)
+    problems = _problems(report, settings.expect_worker)
+    for problem in problems:
+        err.print(problem, style="red", markup=False, soft_wrap=True)
+    return 1 if problems else 0
+
+
+async def collect(settings: StatusSettings) -> dict[str, Any]:
+    """What gateways and brokers say, as plain data."""
+    gateways, brokers = await asyncio.gather(
+        asyncio.gather(*(_ask_gateway(address, settings.timeout_s) for address in settings.gateways())),
+        asyncio.gather(*(_ask_broker(endpoint, settings.timeout_s) for endpoint in settings.broker)),
+    )
+    listed = [model["name"] for broker in brokers for model in broker.get("models", ())]
+    alive = [gateway["address"] for gateway in gateways if "error" not in gateway]
+    names = list(dict.fromkeys([*settings.model, *listed]))
+    stats = await _ask_stats(alive, names, settings.timeout_s) if alive else []
+    return {"gateways": gateways, "brokers": brokers, "stats": stats}
+
+
+async def _ask_gateway(address: str, timeout_s: float) -> dict[str, Any]:
+    async with AsyncClient(address, timeout_s=timeout_s, retry_s=timeout_s) as client:
+        try:
+            return {"address": address, "version": await client.version()}
+        except AllSparkError as error:
+            return {"address": address, "error": str(error)}
+
+
+async def _ask_broker(endpoint: str, timeout_s: float) -> dict[str, Any]:
+    client = BrokerClient([endpoint])
+    try:
+        envelope = fleet.Envelope(get_fleet_status=fleet.GetFleetStatus())
+        status = raise_for(await client.call(envelope, timeout_s)).fleet_status
+    except FleetError as error:
+        return {"endpoint": endpoint, "error": error.reason}
+    finally:
+        await client.close()
+    return {"endpoint": endpoint, **_to_dict(status)}
+
+
+async def _ask_stats(
+    addresses: Sequence[str], names: Sequence[str], timeout_s: float
+) -> list[dict[str, Any]]:
+    async with AsyncClient(addresses, timeout_s=timeout_s, retry_s=timeout_s) as client:
+        return [_to_dict(await client.stat(name)) for name in names]
+
+
+def _to_dict(message: Any) -> dict[str, Any]:
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def _problems(report: dict[str, Any], expected_worker: str) -> list[str]:
+    parts = [*report["gateways"], *report["brokers"]]
+    problems = [part["error"] for part in parts if "error" in part]
+    workers = [worker["worker_id"] for broker in report["brokers"] for worker in broker.get("workers", ())]
+    if expected_worker and not any(name.startswith(expected_worker) for name in workers):
+        problems.append(
+            f"no broker lists a worker {expected_worker}*; listed: {', '.join(workers) or 'none'}"
+        )
+    return problems
+
+
+def show(report: dict[str, Any]) -> None:
+    """The report as tables."""
+    for gateway in report["gateways"]:
+        if "error" not in gateway:
+            out.print(f"gateway {gateway['address']}  {gateway['version']}", markup=False)
+    for broker in report["brokers"]:
+        if "error" in broker:
+            continue
+        waiting, running = broker["queued_requests"], broker["inflight_requests"]
+        out.print(f"broker {broker['endpoint']}  {waiting} waiting, {running} with workers", markup=False)
+        out.print(_table("models", broker["models"], _MODEL_COLUMNS))
+        out.print(_table("workers", broker["workers"], _WORKER_COLUMNS))
+    if report["stats"]:
+        out.print(_table("figures", report["stats"], _STAT_COLUMNS))
+
+
+def _table(title: str, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=None)
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(_cell(row[column]) for column in columns))
+    return table
+
+
+def _cell(value: object) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
