@@ -1,0 +1,147 @@
+"""Broker and worker processes for tests that speak ZeroMQ and Redis themselves (no gateway)."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from allspark_bus.broker_client import BrokerClient
+from allspark_bus.ledger import Ledger
+from allspark_bus.store import Store
+from allspark_bus.streams import Batch, Streams
+from allspark_bus.wakeups import Wakeups
+from allspark_proto import allspark_service_pb2 as pb
+from allspark_proto import fleet_pb2 as fleet
+
+SCRIPTED = str(Path(__file__).with_name("scripted_engine.py"))
+START_TIMEOUT_S = 20.0
+
+
+class Process:
+    """A child that reports its addresses on a pipe."""
+
+    def __init__(self, *command: str) -> None:
+        reader, writer = os.pipe()
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self.popen = subprocess.Popen([*command, f"--ready-fd={writer}"], pass_fds=[writer], env=env)
+        os.close(writer)
+        ready, _, _ = select.select([reader], [], [], START_TIMEOUT_S)
+        line = os.read(reader, 65536) if ready else b""
+        os.close(reader)
+        if not line:
+            self.kill()
+            raise RuntimeError(f"{command} did not become ready")
+        self.addresses: dict[str, Any] = json.loads(line)
+
+    def signal(self, signum: int) -> None:
+        self.popen.send_signal(signum)
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+    def terminate(self, timeout_s: float = 15.0) -> int:
+        """SIGTERM; the exit status."""
+        self.popen.send_signal(signal.SIGCONT)
+        self.popen.terminate()
+        try:
+            return self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+
+BROKER = "import sys; from allspark_broker.main import main; from allspark_broker.settings import BrokerSettings as S; sys.exit(main(S.load(sys.argv[1:])))"  # noqa: E501
+
+
+class MiniFleet:
+    """One broker, workers with the scripted engine, and a client."""
+
+    def __init__(self, redis: str, directory: Path, *broker_flags: str) -> None:
+        self.redis = redis
+        self.directory = directory
+        self.broker_flags = broker_flags
+        self.broker: Process | None = None
+        self.workers: list[Process] = []
+        self.frontend = self.backend = "tcp://127.0.0.1:0"
+        self.start_broker()
+        self.store = Store(redis)
+        self.ledger = Ledger(self.store)
+        self.streams = Streams(self.store)
+        self.wakeups = Wakeups(self.store)
+        self.client = BrokerClient([self.frontend])
+
+    def start_broker(self) -> None:
+        self.broker = Process(
+            sys.executable, "-c", BROKER, f"--redis={self.redis}", f"--frontend={self.frontend}",
+            f"--backend={self.backend}", "--heartbeat-s=0.1", "--worker-timeout-s=1.0",
+            "--ack-timeout-s=1.0", "--drain-s=5", *self.broker_flags,
+        )  # fmt: skip
+        self.frontend, self.backend = self.broker.addresses["frontend"], self.broker.addresses["backend"]
+
+    def start_worker(self, *flags: str) -> Process:
+        worker = Process(
+            sys.executable, SCRIPTED, f"--redis={self.redis}", f"--broker={self.backend}",
+            f"--model-root={self.directory}", "--heartbeat-s=0.1", "--broker-timeout-s=1.0", *flags,
+        )  # fmt: skip
+        self.workers.append(worker)
+        return worker
+
+    def write_model(self, name: str = "m.json", **options: object) -> str:
+        (self.directory / name).write_text(json.dumps(options))
+        return name
+
+    async def call(self, timeout_s: float = 20.0, tenant: str = "", **call: Any) -> fleet.Reply:
+        return await self.client.call(fleet.Envelope(tenant=tenant, **call), timeout_s)
+
+    async def build_and_start(self, name: str = "m", path: str = "m.json", **config: Any) -> None:
+        reply = await self.call(build_model=pb.ModelStructConfig(model_name=name, model_path=path, **config))
+        assert reply.as_status == 0, reply.reason
+        reply = await self.call(start_model=pb.ModelName(model_name=name))
+        assert reply.as_status == 0, reply.reason
+
+    async def submit(
+        self, uuid: str, prompt: list[int], new: int, model: str = "m", **config: Any
+    ) -> fleet.Reply:
+        return await self.call(start_request=request(uuid, prompt, new, model, **config))
+
+    async def result(self, uuid: str, tenant: str = "default") -> Batch:
+        """Waits until a request has ended, and reads it all."""
+        rid = f"{tenant}/{uuid}"
+        async with self.wakeups.watch(rid) as event:
+            while (await self.streams.view(rid)).status in (0, 2):
+                event.clear()
+                if (await self.streams.view(rid)).status not in (0, 2):
+                    break
+                await event.wait()
+        return await self.streams.read(rid, 0)
+
+    async def close(self) -> None:
+        await self.client.close()
+        await self.wakeups.close()
+        await self.store.close()
+        for process in [*self.workers, self.broker]:
+            if process is not None and process.popen.poll() is None:
+                process.signal(signal.SIGCONT)
+                process.kill()
+
+
+def request(
+    uuid: str, prompt: list[int], new: int, model: str = "m", **config: Any
+) -> pb.StartRequestRequest:
+    """A greedy request for `new` tokens, eos ignored."""
+    r = pb.StartRequestRequest(model_name=model)
+    tensor = r.inputs.tensor_map["input_ids"]
+    tensor.shape.dims[:] = [1, len(prompt)]
+    tensor.data_type = pb.INT64
+    tensor.data = np.asarray(prompt, "<i8").tobytes()
+    r.config.uuid = uuid
+    r.config.max_length = len(prompt) + new
+    for key, value in config.items():
+        setattr(r.config, key, value)
+    return r

@@ -1,0 +1,180 @@
+"""An engine without a model: tokens are a pure function of (prompt, seed, position), as the real one's are.
+
+Run as a program it is a worker process: `python scripted_engine.py <flags of allspark worker>`. The model file
+is a JSON object: {"vocab": 1000, "max_length": 512, "max_batch": 8, "step_s": 0.0, "fail": "", "poison": [ids]}.
+A request whose prompt starts with an id of "poison" kills the process at its second step.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+from allspark_workers.engine.errors import ModelIOError, ModelMemoryError
+from allspark_workers.engine.types import (
+    EngineRequest,
+    EngineStat,
+    FinishReason,
+    ModelConfig,
+    ModelFacts,
+    StepOutput,
+)
+from allspark_workers.main import main
+from allspark_workers.ports import Progress
+from allspark_workers.settings import WorkerSettings
+
+SPAN = 16
+
+
+def expected_tokens(prompt: list[int], count: int, vocab: int = 1000, seed: int = 0) -> list[int]:
+    """What the scripted engine generates; ids are never 0, so eos 0 does not end a request by chance."""
+    base = zlib.crc32(b",".join(b"%d" % t for t in prompt)) ^ (seed & 0xFFFFFFFF)
+    return [1 + zlib.crc32(b"%d:%d" % (base, i)) % (vocab - 1) for i in range(count)]
+
+
+class _Running:
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.generated = list(request.generated)
+        self.held = False
+        self.cancelled = False
+        total = request.params.max_length - len(request.prompt)
+        self.plan = expected_tokens(request.prompt.tolist(), total, seed=request.params.seed)
+
+
+class ScriptedEngine:
+    """One token a step for up to max_batch requests."""
+
+    def __init__(self, config: ModelConfig, options: dict) -> None:  # type: ignore[type-arg]
+        self.options = options
+        max_length = config.max_length or options.get("max_length", 512)
+        self.facts = ModelFacts(
+            "scripted",
+            options.get("vocab", 1000),
+            max_length,
+            config.max_batch or options.get("max_batch", 8),
+            2,
+            1,
+            1,
+            16,
+            SPAN,
+            SPAN * 32,
+            (0,),
+            "fp32",
+            config.device,
+            0,
+            "scripted",
+        )
+        self._lock = threading.Condition()
+        self._requests: dict[str, _Running] = {}
+        self._steps = 0
+        self._generated = 0
+        self._last_step_s = 0.0
+        self._poisoned = 0
+
+    def start(self) -> None:
+        if self.options.get("fail") == "start":
+            raise ModelMemoryError("the scripted engine was told to fail at start")
+
+    def stop(self) -> None:
+        self._requests.clear()
+
+    def submit(self, request: EngineRequest) -> None:
+        with self._lock:
+            self._requests[request.request_id] = _Running(request)
+            self._lock.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        with self._lock:
+            if request_id in self._requests:
+                self._requests[request_id].cancelled = True
+            self._lock.notify_all()
+
+    def hold(self, request_id: str) -> None:
+        with self._lock:
+            if request_id in self._requests:
+                self._requests[request_id].held = True
+
+    def resume(self, request_id: str) -> None:
+        with self._lock:
+            if request_id in self._requests:
+                self._requests[request_id].held = False
+            self._lock.notify_all()
+
+    def _active(self) -> list[_Running]:
+        runnable = [r for r in self._requests.values() if r.cancelled or not r.held]
+        return runnable[: self.facts.max_batch]
+
+    def has_work(self) -> bool:
+        with self._lock:
+            return bool(self._active())
+
+    def wait_for_work(self, timeout: float) -> bool:
+        with self._lock:
+            return self._lock.wait_for(lambda: bool(self._active()), timeout)
+
+    def step(self) -> list[StepOutput]:
+        if delay := self.options.get("step_s", 0.0):
+            time.sleep(delay)  # the time a real step takes
+        with self._lock:
+            outputs = [self._advance(r) for r in self._active()]
+            for o in outputs:
+                if o.finish is not None:
+                    del self._requests[o.request_id]
+            self._steps += 1
+            self._generated += sum(len(o.tokens) for o in outputs)
+            self._last_step_s = time.monotonic()
+        return outputs
+
+    def _advance(self, r: _Running) -> StepOutput:
+        request, position = r.request, len(r.generated)
+        if r.cancelled:
+            return StepOutput(request.request_id, request.epoch, position, [], FinishReason.STOPPED)
+        if request.deadline_s is not None and time.monotonic() >= request.deadline_s:
+            return StepOutput(
+                request.request_id, request.epoch, position, [], FinishReason.DEADLINE, "its deadline passed"
+            )
+        if position and int(request.prompt[0]) in self.options.get("poison", []):
+            os._exit(9)
+        token = r.plan[position]
+        r.generated.append(token)
+        finish = None
+        if len(request.prompt) + len(r.generated) >= request.params.max_length:
+            finish = FinishReason.LENGTH
+        elif request.params.early_stopping and token == request.params.eos_token_id:
+            finish = FinishReason.EOS
+        return StepOutput(request.request_id, request.epoch, position, [token], finish)
+
+    def stat(self) -> EngineStat:
+        used = 4 * len(self._requests)
+        return EngineStat(
+            4096, used, 4096 - used, (4096 - used) // 4 * SPAN, SPAN * 32,
+            0, len(self._requests), 0, 0, self._generated, 0, 0.0, 0.0,
+            steps=self._steps, last_step_s=self._last_step_s,
+        )  # fmt: skip
+
+    def profile(self, reset: bool = True) -> str:
+        return f"steps {self._steps}\n"
+
+    def check(self) -> None:
+        assert not self._requests
+
+
+def load(config: ModelConfig, progress: Progress) -> ScriptedEngine:
+    try:
+        options = json.loads(Path(config.model_path).read_text())
+    except (OSError, ValueError) as e:
+        raise ModelIOError(f"{config.model_path} is no scripted model: {e}") from e
+    progress(0.5, "reading")
+    if delay := options.get("load_s", 0.0):
+        time.sleep(delay)  # the time a real load takes
+    if options.get("fail") == "load":
+        raise ModelMemoryError("the scripted engine was told to fail at load")
+    return ScriptedEngine(config, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(WorkerSettings.load(sys.argv[1:]), load))

@@ -1,0 +1,188 @@
+"""Broker and workers as real processes with the scripted engine: dispatch, fencing, recovery."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from allspark_bus import keys
+from allspark_proto import allspark_service_pb2 as pb
+from allspark_proto import fleet_pb2 as fleet
+
+from tests.fleet.harness import MiniFleet, request
+from tests.fleet.scripted_engine import expected_tokens
+
+
+@pytest.fixture
+async def fleet_(valkey, tmp_path: Path) -> AsyncIterator[MiniFleet]:  # type: ignore[no-untyped-def]
+    f = MiniFleet(valkey.url, tmp_path)
+    yield f
+    await f.close()
+
+
+async def test_a_request_runs_to_its_end(fleet_: MiniFleet) -> None:
+    fleet_.write_model()
+    fleet_.start_worker()
+    await fleet_.build_and_start()
+    assert (await fleet_.submit("u", [5, 6, 7], 20)).as_status == 0
+    batch = await fleet_.result("u")
+    assert list(batch.tokens) == expected_tokens([5, 6, 7], 20)
+    assert (batch.status, batch.reason) == (pb.GenerateFinished, "length")
+
+
+async def test_a_killed_workers_requests_continue_elsewhere(fleet_: MiniFleet) -> None:
+    fleet_.write_model(step_s=0.02)
+    fleet_.start_worker()
+    await fleet_.build_and_start()
+    prompts = {f"u{i}": [i + 1, 2, 3] for i in range(6)}
+    for uuid, prompt in prompts.items():
+        assert (await fleet_.submit(uuid, prompt, 60)).as_status == 0
+    async with fleet_.wakeups.watch("default/u0") as event:
+        while (await fleet_.streams.view("default/u0")).num_tokens < 5:
+            event.clear()
+            await event.wait()
+    fleet_.workers[0].kill()
+    fleet_.start_worker()
+    for uuid, prompt in prompts.items():
+        batch = await asyncio.wait_for(fleet_.result(uuid), 20)
+        assert list(batch.tokens) == expected_tokens(prompt, 60), uuid
+        assert batch.reason == "length"
+
+
+async def test_a_zombie_that_wakes_up_appends_nothing(fleet_: MiniFleet) -> None:
+    fleet_.write_model(step_s=0.02)
+    zombie = fleet_.start_worker()
+    await fleet_.build_and_start()
+    await fleet_.submit("u", [9, 9], 60)
+    async with fleet_.wakeups.watch("default/u") as event:
+        while (await fleet_.streams.view("default/u")).num_tokens < 5:
+            event.clear()
+            await event.wait()
+    zombie.signal(signal.SIGSTOP)
+    fleet_.start_worker()
+    async with fleet_.wakeups.watch("default/u") as event:
+        while (await fleet_.ledger.load("default/u")).epoch < 3:  # claimed, then dispatched again
+            event.clear()
+            await asyncio.wait_for(event.wait(), 20)
+    zombie.signal(signal.SIGCONT)
+    batch = await asyncio.wait_for(fleet_.result("u"), 20)
+    assert list(batch.tokens) == expected_tokens([9, 9], 60)
+
+
+async def test_a_restarted_broker_loses_no_request(fleet_: MiniFleet) -> None:
+    fleet_.write_model(step_s=0.02, max_batch=2)
+    fleet_.start_worker()
+    await fleet_.build_and_start()
+    prompts = {f"u{i}": [i + 1, 4] for i in range(12)}  # more than the worker takes: some wait in the broker
+    for uuid, prompt in prompts.items():
+        assert (await fleet_.submit(uuid, prompt, 30)).as_status == 0
+    assert fleet_.broker is not None
+    fleet_.broker.kill()
+    fleet_.start_broker()
+    for uuid, prompt in prompts.items():
+        batch = await asyncio.wait_for(fleet_.result(uuid), 30)
+        assert list(batch.tokens) == expected_tokens(prompt, 30), uuid
+    assert (await fleet_.submit("late", [1], 3)).as_status == 0, "the new broker knows the model"
+    assert (await fleet_.result("late")).reason == "length"
+
+
+async def test_a_request_that_kills_two_workers_is_quarantined(fleet_: MiniFleet) -> None:
+    fleet_.write_model(poison=[666])
+    fleet_.start_worker()
+    fleet_.start_worker()
+    await fleet_.build_and_start()
+    await fleet_.submit("bad", [666, 1], 50)
+    batch = await asyncio.wait_for(fleet_.result("bad"), 20)
+    assert (batch.status, batch.reason) == (pb.GenerateInterrupted, "poison")
+    fleet_.start_worker()
+    await fleet_.submit("good", [1, 2], 5)
+    assert list((await asyncio.wait_for(fleet_.result("good"), 20)).tokens) == expected_tokens([1, 2], 5)
+
+
+async def test_sigterm_hands_requests_over_and_exits_cleanly(fleet_: MiniFleet) -> None:
+    fleet_.write_model(step_s=0.05)
+    old = fleet_.start_worker("--drain-s=0.2")
+    await fleet_.build_and_start()
+    prompts = {f"u{i}": [i + 1] for i in range(4)}
+    for uuid, prompt in prompts.items():
+        await fleet_.submit(uuid, prompt, 40)
+    fleet_.start_worker()
+    assert await asyncio.to_thread(old.terminate) == 0
+    for uuid, prompt in prompts.items():
+        batch = await asyncio.wait_for(fleet_.result(uuid), 20)
+        assert list(batch.tokens) == expected_tokens(prompt, 40)
+
+
+async def test_stop_ends_waiting_and_running_requests_alike(fleet_: MiniFleet) -> None:
+    fleet_.write_model(step_s=0.05, max_batch=1)
+    fleet_.start_worker()
+    await fleet_.build_and_start()
+    for uuid in ("a", "b", "c", "d", "e", "f", "g"):
+        await fleet_.submit(uuid, [1, 2], 400)
+    for uuid in ("g", "a"):
+        reply = await fleet_.call(stop_request=pb.StopRequestRequest(uuid=uuid))
+        assert (reply.as_status, reply.uuid) == (0, uuid)
+        view = await fleet_.streams.view(f"default/{uuid}")
+        assert (view.status, view.reason) == (pb.GenerateFinished, "stopped")
+    for uuid in "bcdef":
+        assert (await fleet_.call(release_request=pb.StopRequestRequest(uuid=uuid))).as_status == 0
+    await fleet_.submit("next", [3], 2)
+    assert (await asyncio.wait_for(fleet_.result("next"), 5)).reason == "length", "the slots are free again"
+
+
+async def test_redis_holds_nothing_after_release(fleet_: MiniFleet) -> None:
+    fleet_.write_model()
+    fleet_.start_worker()
+    await fleet_.build_and_start()
+    for i in range(20):
+        await fleet_.submit(f"u{i}", [1, i], 10)
+    for i in range(20):
+        await fleet_.result(f"u{i}")
+        await fleet_.call(release_request=pb.StopRequestRequest(uuid=f"u{i}"))
+    left = {k.decode() for k in await fleet_.store.command("KEYS", "as:*")}
+    tombstones = {keys.request(f"default/u{i}") for i in range(20)}
+    assert left - tombstones == {keys.MODELS, keys.model("m")}
+    for key in tombstones:
+        assert await fleet_.store.command("HGETALL", key) == [b"st", b"released"]
+        assert await fleet_.store.command("PTTL", key) > 0
+
+
+async def test_a_deadline_ends_queued_and_running_requests(fleet_: MiniFleet) -> None:
+    from allspark_bus.ledger import now_ms
+
+    fleet_.write_model(step_s=0.02, max_batch=1)
+    fleet_.start_worker()
+    await fleet_.build_and_start()
+    for uuid in "abcdefg":
+        envelope = fleet.Envelope(start_request=request(uuid, [1], 500), deadline_unix_ms=now_ms() + 400)
+        assert (await fleet_.client.call(envelope, 5)).as_status == 0
+    for uuid in "abcdefg":
+        batch = await asyncio.wait_for(fleet_.result(uuid), 10)
+        assert (batch.status, batch.reason) == (pb.GenerateInterrupted, "deadline"), uuid
+
+
+async def test_higher_priority_is_served_first(fleet_: MiniFleet) -> None:
+    fleet_.write_model(step_s=0.01, max_batch=1)
+    await fleet_.call(get_fleet_status=fleet.GetFleetStatus())
+    fleet_.start_worker()
+    await fleet_.build_and_start()
+    for i in range(8):  # fills the worker and begins to queue in the broker
+        await fleet_.submit(f"first{i}", [1, i], 20)
+    for uuid, priority in (("low", -5), ("high", 5)):
+        envelope = fleet.Envelope(start_request=request(uuid, [2], 2), priority=priority)
+        assert (await fleet_.client.call(envelope, 5)).as_status == 0
+    await asyncio.wait_for(fleet_.result("high"), 10)
+    assert (await fleet_.streams.view("default/low")).status in (0, 2)
+    await asyncio.wait_for(fleet_.result("low"), 10)
+
+
+async def test_an_empty_fleet_recovers_when_the_first_worker_arrives(fleet_: MiniFleet) -> None:
+    fleet_.write_model()
+    worker = fleet_.start_worker()
+    await fleet_.build_and_start()
+    worker.kill()
+    assert (await fleet_.submit("u", [1, 2, 3], 5)).as_status == 0
+    fleet_.start_worker()
+    batch = await asyncio.wait_for(fleet_.result("u"), 20)
+    assert list(batch.tokens) == expected_tokens([1, 2, 3], 5)
