@@ -26,6 +26,8 @@ class WorkerSettings(ProcessSettings):
     """Memory for KV spans, for example 2GiB; unset: chosen from what the device has free."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of weights and activations; auto: as the model was saved, if the device is good at it."""
+    kernels: Literal["auto", "torch", "native", "triton"] = "auto"
+    """Implementation of the kernels; auto: Triton on CUDA, native on CPU, PyTorch where that is missing."""
     max_queue: Count = 1024
     """Requests that may wait inside this worker."""
     heartbeat_s: Seconds = 0.4

@@ -14,6 +14,7 @@ from allspark.cli.console import activity, out, progress
 from allspark.cli.errors import CommandError
 from allspark.cli.fleets import common_args, load_models, show_line, worker_args
 from allspark.cli.models import LocalModel, resolve
+from allspark.cli.process import choose_kernels
 from allspark.cli.settings import BenchSettings
 from allspark.client import AllSparkError, ModelOptions
 from allspark.launcher import Fleet, FleetOptions, LaunchError
@@ -43,6 +44,7 @@ def run(argv: Sequence[str]) -> int:
     batches = _batches(settings)
     from allspark_workers.engine.threads import set_environment
 
+    choose_kernels(settings.kernels)
     set_environment(settings.num_threads)  # before anything imports torch
     model = resolve(settings.model)
     common = common_args(settings, config_file(BenchSettings, argv))

@@ -14,7 +14,7 @@ err = Console(stderr=True, highlight=False)
 def progress() -> Iterator[Progress]:
     """Progress bars on standard error; they vanish when done, and off a terminal there are none."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True) as bars:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
         yield bars
 
 

@@ -26,7 +26,7 @@ def common_args(settings: FleetSettings, config: Path | None) -> tuple[str, ...]
 
 def worker_args(settings: FleetSettings) -> tuple[str, ...]:
     """Flags for the workers, as far as they were given."""
-    args = [f"--dtype={settings.dtype}"]
+    args = [f"--dtype={settings.dtype}", f"--kernels={settings.kernels}"]
     if settings.num_threads:
         args.append(f"--num-threads={settings.num_threads}")
     if settings.kv_memory is not None:

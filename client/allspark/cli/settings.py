@@ -32,6 +32,8 @@ class FleetSettings(Settings):
     """Memory for KV spans of each worker, for example 2GiB; unset: chosen from what is free."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of weights and activations; auto: as the model was saved, if the device is good at it."""
+    kernels: Literal["auto", "torch", "native", "triton"] = "auto"
+    """Implementation of the kernels; auto: Triton on CUDA, native on CPU, PyTorch where that is missing."""
     log_level: LogLevel = "warning"
     """Lowest severity of the processes' log lines that are shown."""
 

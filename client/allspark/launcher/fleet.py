@@ -60,9 +60,11 @@ class Fleet:
         """Start everything, return when all is ready; after a ``LaunchError`` nothing is left running."""
         try:
             self._start_store()
-            self._start_all("broker", self.brokers, self.options.brokers)
-            self._start_all("gateway", self.gateways, self.options.gateways)
-            self._start_all("worker", self.workers, self.options.workers)
+            self._wait_ready(self._launch("broker", self.brokers, self.options.brokers))
+            # Workers take longest and gateways do not need them, so both start at once.
+            workers = self._launch("worker", self.workers, self.options.workers)
+            self._wait_ready(self._launch("gateway", self.gateways, self.options.gateways))
+            self._wait_ready(workers)
         except BaseException:
             self.stop(drain=False)
             raise
@@ -129,11 +131,14 @@ class Fleet:
         self.store.start()
         self.store.wait_ready(self.options.start_timeout_s)
 
-    def _start_all(self, kind: str, group: list[ManagedProcess], count: int) -> None:
+    def _launch(self, kind: str, group: list[ManagedProcess], count: int) -> list[ManagedProcess]:
         group += [self._new_process(kind, index) for index in range(count)]
         for process in group:
             process.start()
-        for process in group:
+        return group
+
+    def _wait_ready(self, processes: Sequence[ManagedProcess]) -> None:
+        for process in processes:
             process.wait_ready(self.options.start_timeout_s)
 
     def _new_process(self, kind: str, index: int) -> ManagedProcess:
