@@ -1,7 +1,7 @@
 """An engine without a model: tokens are a pure function of (prompt, seed, position), as the real one's are.
 
-Run as a program it is a worker process: `python scripted_engine.py <flags of allspark worker>`. The model file
-is a JSON object: {"vocab": 1000, "max_length": 512, "max_batch": 8, "step_s": 0.0, "fail": "", "poison": [ids]}.
+Run as a program it is a worker process: `python scripted_engine.py <flags of allspark worker>`. The model
+file is JSON: {"vocab": 1000, "max_length": 512, "max_batch": 8, "step_s": 0.0, "fail": "", "poison": [ids]}.
 A request whose prompt starts with an id of "poison" kills the process at its second step.
 """
 
