@@ -1,0 +1,27 @@
+"""Native CPU kernels: a C library for x86-64 (AVX-512 or AVX2) and AArch64, called through ctypes.
+
+Importing this package always works; ``available()`` says whether the library can run here. Results do not
+depend on the instruction set, the number of threads or the other rows of a batch, bit for bit.
+"""
+
+try:
+    from .threads import get_num_threads, set_num_threads
+    from .weights import linear, pack_linear
+except ImportError as error:
+    unavailable_reason: str | None = str(error)
+else:
+    unavailable_reason = None
+
+__all__ = [
+    "available",
+    "get_num_threads",
+    "linear",
+    "pack_linear",
+    "set_num_threads",
+    "unavailable_reason",
+]
+
+
+def available() -> bool:
+    """Whether the library was built and this CPU can run it; ``unavailable_reason`` says why not."""
+    return unavailable_reason is None
