@@ -4,6 +4,17 @@ Importing this package always works; ``available()`` says whether the library ca
 depend on the instruction set, the number of threads or the other rows of a batch, bit for bit.
 """
 
+from ..torch_ops import (
+    add_rms_norm,
+    mark_seen,
+    paged_attention,
+    prepare_plan,
+    rms_norm,
+    rotary_kv_write,
+    sample,
+    silu_mul,
+)
+
 try:
     from .threads import get_num_threads, set_num_threads
     from .weights import linear, pack_linear
@@ -13,11 +24,19 @@ else:
     unavailable_reason = None
 
 __all__ = [
+    "add_rms_norm",
     "available",
     "get_num_threads",
     "linear",
+    "mark_seen",
     "pack_linear",
+    "paged_attention",
+    "prepare_plan",
+    "rms_norm",
+    "rotary_kv_write",
+    "sample",
     "set_num_threads",
+    "silu_mul",
     "unavailable_reason",
 ]
 
