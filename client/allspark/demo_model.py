@@ -111,3 +111,7 @@ def _check_digest(path: Path, expected: str) -> None:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no output"
+
+
+if __name__ == "__main__":  # python -m allspark.demo_model: fetch it and print where it is
+    sys.stdout.write(f"{fetch()}\n")

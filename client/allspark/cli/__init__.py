@@ -26,6 +26,7 @@ COMMANDS = {
     "up": _Command("run a whole fleet on this machine", "up"),
     "demo": _Command("run a fleet, ask the demo model one question, shut down", "up"),
     "generate": _Command("send a prompt and stream the answer", "up"),
+    "load": _Command("build and start models on a running fleet", ""),
     "status": _Command("show models, workers and requests", ""),
     "bench": _Command("measure tokens per second and time to first token", "up"),
     "gateway": _Command("one gateway of a fleet", ""),

@@ -78,6 +78,25 @@ class UpSettings(FleetSettings):
     """How long one process may take to start."""
 
 
+class LoadSettings(Settings):
+    """Build and start models on a fleet that runs already."""
+
+    command: ClassVar[str] = "load"
+
+    model: Annotated[StrList, Metavar("PATH[=NAME]"), Field(min_length=1)] = ()
+    """Model as the workers see it: a path inside their model root, and its name. Repeat for several."""
+    grpc: GrpcAddresses = ("127.0.0.1:50051",)
+    """Address of a gateway. Repeat for several; the next one is used when one does not answer."""
+    compute_unit: Annotated[str, Metavar("CPU:0|CUDA:0")] = ""
+    """Kind of device that the model needs; empty: any."""
+    max_length: Natural = 0
+    """Longest request in tokens, prompt included; 0: the model's own limit."""
+    max_batch: Natural = 0
+    """Requests that a worker decodes together; 0: 32."""
+    timeout_s: Seconds = 600.0
+    """How long one model may take to load."""
+
+
 class SamplingSettings(Settings):
     """The sampling fields of a request, as flags."""
 
@@ -204,4 +223,12 @@ def all_settings() -> list[type[Settings]]:
     from allspark_workers.settings import WorkerSettings
 
     processes: list[type[Settings]] = [GatewaySettings, BrokerSettings, WorkerSettings]
-    return [*processes, UpSettings, GenerateSettings, StatusSettings, DemoSettings, BenchSettings]
+    return [
+        *processes,
+        UpSettings,
+        LoadSettings,
+        GenerateSettings,
+        StatusSettings,
+        DemoSettings,
+        BenchSettings,
+    ]
