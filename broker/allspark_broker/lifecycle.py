@@ -17,6 +17,7 @@ from allspark_broker.workers import Worker, WorkerTable
 log = logging.getLogger(__name__)
 
 WAIT_FOR_WORKER_S = 15.0  # how long Build and Start wait for a first eligible worker
+MAX_RACES = 20
 BUSY = frozenset({ModelState.STOPPING, ModelState.RELEASING})
 _DISABLED_SWAP = -1
 
@@ -68,28 +69,32 @@ class Lifecycle:
     async def build(self, config: pb.ModelStructConfig, tenant: str) -> None:
         """Builds on every eligible worker, or nowhere; a repeated identical Build joins the first."""
         check_config(config)
+        for _ in range(MAX_RACES):
+            old = await self._catalogue.get(config.model_name)
+            record = await self._enter_build(config, old, tenant)
+            if record is not None:
+                if not record.is_built:
+                    await self._finish_build(record, old)
+                return
+        raise Denied(f"model {config.model_name!r} is being changed by many calls at once; try again")
+
+    async def _enter_build(
+        self, config: pb.ModelStructConfig, old: ModelRecord | None, tenant: str
+    ) -> ModelRecord | None:
+        """Writes what should be built, or joins what is there; None if another call was faster."""
         packed = config.SerializeToString(deterministic=True)
-        name = config.model_name
-        old = await self._catalogue.get(name)
-        if old is not None and old.config == packed:
-            if old.state in BUSY:
-                raise Denied(f"model {name!r} is {old.state.value}; try again when that is over")
-            record = (
-                old if tenant in old.owners else await self._put(replace(old, owners=old.owners | {tenant}))
+        if old is None or old.config != packed:
+            self._check_may_rebuild(old, config.model_name)
+            generation, owners = (old.generation, old.owners) if old else (0, frozenset[str]())
+            new = ModelRecord(
+                config.model_name, packed, ModelState.BUILT, generation=generation, owners=owners | {tenant}
             )
-        else:
-            self._check_may_rebuild(old, name)
-            record = await self._put(
-                ModelRecord(
-                    name,
-                    packed,
-                    ModelState.BUILT,
-                    generation=old.generation if old else 0,
-                    owners=frozenset({tenant}) | (old.owners if old else frozenset()),
-                )
-            )
-        if not record.is_built:
-            await self._finish_build(record, old)
+            return await self._try_put(new)
+        if old.state in BUSY:
+            raise Denied(f"model {old.name!r} is {old.state.value}; try again when that is over")
+        if tenant in old.owners:
+            return old
+        return await self._try_put(replace(old, owners=old.owners | {tenant}))
 
     def _check_may_rebuild(self, old: ModelRecord | None, name: str) -> None:
         if old is None:
@@ -105,10 +110,13 @@ class Lifecycle:
         except FleetError:
             await self._roll_back(record, old)
             raise
-        facts = worker.models[record.name].facts
-        now = await self._catalogue.get(record.name)
-        if now is not None and now.config == record.config and not now.is_built:
-            await self._put(replace(now, facts=facts.SerializeToString()))
+        facts = worker.models[record.name].facts.SerializeToString()
+        for _ in range(MAX_RACES):
+            now = await self._catalogue.get(record.name)
+            if now is None or now.config != record.config or now.is_built:
+                return
+            if await self._try_put(replace(now, facts=facts)) is not None:
+                return
 
     async def _roll_back(self, record: ModelRecord, old: ModelRecord | None) -> None:
         now = await self._catalogue.get(record.name)
@@ -135,11 +143,11 @@ class Lifecycle:
         try:
             worker = await self._reached(record)
         except FleetError:
-            await self._put_if_unchanged(replace(record, state=before.state))
+            await self._try_put(replace(record, state=before.state))
             raise
         facts = worker.models[name].facts
         if facts.kv_tokens and facts.SerializeToString() != record.facts:
-            await self._put_if_unchanged(replace(record, facts=facts.SerializeToString()))
+            await self._try_put(replace(record, facts=facts.SerializeToString()))
 
     async def stop(self, name: str, tenant: str) -> None:
         """Drains, then RUNNING -> STOPPED; raises RUNTIME_ERROR if it left unreleased results."""
@@ -216,19 +224,18 @@ class Lifecycle:
             raise Denied(f"model {name!r} is {record.state.value}; try again when that is over")
         return record
 
-    async def _put(self, record: ModelRecord) -> ModelRecord:
+    async def _try_put(self, record: ModelRecord) -> ModelRecord | None:
         written = await self._catalogue.put(record)
-        if written is None:
-            raise Denied(f"model {record.name!r} was changed by another call at the same time; try again")
-        self.models[record.name] = written
-        await self._nudge()
+        if written is not None:
+            self.models[record.name] = written
+            await self._nudge()
         return written
 
-    async def _put_if_unchanged(self, record: ModelRecord) -> None:
-        written = await self._catalogue.put(record)
-        await self.refresh()
-        if written is not None:
-            await self._nudge()
+    async def _put(self, record: ModelRecord) -> ModelRecord:
+        written = await self._try_put(record)
+        if written is None:
+            raise Denied(f"model {record.name!r} was changed by another call at the same time; try again")
+        return written
 
     def _reports(self, record: ModelRecord) -> list[tuple[Worker, fleet.WorkerModel | None]]:
         unit = record.model_config().compute_unit

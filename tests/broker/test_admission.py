@@ -1,0 +1,171 @@
+"""Every rule of admission: one row, one status, one reason."""
+
+import numpy as np
+import pytest
+from allspark_broker.admission import check_request, check_uuid, digest
+from allspark_bus.errors import FleetError
+from allspark_proto import allspark_service_pb2 as pb
+from allspark_proto import fleet_pb2 as fleet
+
+FACTS = fleet.ModelFacts(vocab_size=100, max_length=32, max_batch=4, kv_tokens=1000)
+NAN, INF = float("nan"), float("inf")
+
+
+def request(ids: object = (1, 2, 3), dtype: int = pb.INT64, **config: object) -> pb.StartRequestRequest:
+    r = pb.StartRequestRequest(model_name="m")
+    array = np.asarray(ids, {pb.INT64: "<i8", pb.INT32: "<i4", pb.FLOAT32: "<f4"}[dtype])
+    tensor = r.inputs.tensor_map["input_ids"]
+    tensor.data_type, tensor.data = dtype, array.tobytes()
+    tensor.shape.dims[:] = [1, array.size]
+    for key, value in config.items():
+        if key in ("stop_words_ids", "bad_words_ids"):
+            for word in value:  # type: ignore[attr-defined]
+                getattr(r.config, key).ids.add(word=word)
+        elif isinstance(value, dict | list):
+            getattr(r.config, key).MergeFrom(value) if isinstance(value, list) else getattr(
+                r.config, key
+            ).update(value)
+        else:
+            setattr(r.config, key, value)
+    return r
+
+
+def shaped(dims: list[int], size: int, dtype: int = pb.INT64) -> pb.StartRequestRequest:
+    r = request()
+    tensor = r.inputs.tensor_map["input_ids"]
+    tensor.shape.dims[:] = dims
+    tensor.data = bytes(size)
+    tensor.data_type = dtype
+    return r
+
+
+def other_tensor(tensor: pb.Tensor) -> pb.StartRequestRequest:
+    r = request()
+    r.inputs.tensor_map["extra"].CopyFrom(tensor)
+    return r
+
+
+def shape(*dims: int) -> pb.Tensor.Shape:
+    return pb.Tensor.Shape(dims=dims)
+
+
+LEGAL = {
+    "everything at its wire zero": request(),
+    "INT32 ids": request(dtype=pb.INT32),
+    "one-dimensional ids": shaped([3], 24),
+    "longest prompt": request([1] * 30),
+    "longest max_length": request(max_length=32),
+    "one new token": request(max_length=4),
+    "negative eos means none": request(eos_token_id=-1),
+    "largest eos": request(eos_token_id=99),
+    "negative temperature means greedy": request(temperature=-1.0),
+    "penalties at their limits": request(repetition_penalty=2.0, presence_penalty=-2.0, top_p=1.0),
+    "top_k over the vocabulary": request(top_k=1_000_000),
+    "empty stop word": request(stop_words_ids=[[]]),
+    "vocab without a response format": request(vocab={"a": 1}, vocab_type=pb.VOCAB_TYPE_BPE),
+    "response format that switches nothing on": request(response_format={"type": ""}),
+    "ignored by definition": request(loop_context=True, input_len=7, num_beams=1, num_return_sequences=1),
+    "another tensor": other_tensor(pb.Tensor(shape=shape(2), data_type=pb.INT8, data=b"ab")),
+    "a string tensor": other_tensor(pb.Tensor(shape=shape(1), data_type=pb.STRING, data="grüß".encode())),
+}
+setattr(LEGAL["ignored by definition"].config, "async", True)
+
+ILLEGAL = [
+    ("no inputs", pb.StartRequestRequest(model_name="m"), 2, "no tensor 'input_ids'"),
+    ("empty prompt", request([]), 7, "empty"),
+    ("prompt one over the limit", request([1] * 31), 7, "limit is 30"),
+    ("max_length over the limit", request(max_length=33), 7, "over engine_max_length 32"),
+    ("max_length equal to the prompt", request(max_length=3), 7, "must exceed its 3 tokens"),
+    ("max_length below the prompt", request(max_length=1), 7, "must exceed"),
+    ("negative max_length", request(max_length=-1), 2, "must not be negative"),
+    ("negative id", request([1, -1]), 2, "token id -1 at 1"),
+    ("id over the vocabulary", request([1, 100]), 2, "token id 100 at 1"),
+    ("huge id", request([2**62]), 2, "outside the vocabulary"),
+    ("stop word id over the vocabulary", request(stop_words_ids=[[1], [100]]), 2, "stop_words_ids"),
+    ("negative stop word id", request(stop_words_ids=[[-5]]), 2, "stop_words_ids"),
+    ("bad word id over the vocabulary", request(bad_words_ids=[[100]]), 2, "bad_words_ids"),
+    ("negative bad word id", request(bad_words_ids=[[-1]]), 2, "bad_words_ids"),
+    ("eos over the vocabulary", request(eos_token_id=100), 2, "eos_token_id 100"),
+    ("too many stop words", request(stop_words_ids=[[1]] * 1025), 7, "1025 words"),
+    ("too long a bad word", request(bad_words_ids=[[1] * 1025]), 7, "1025 tokens"),
+    ("fewer bytes than the shape", shaped([1, 3], 16), 2, "needs 24 bytes, data has 16"),
+    ("more bytes than the shape", shaped([1, 3], 32), 2, "needs 24 bytes"),
+    ("negative dimension", shaped([1, -3], 24), 2, "negative dimension"),
+    ("huge dimensions", shaped([2**31 - 1, 2**31 - 1], 24), 2, "needs"),
+    ("two prompts", shaped([2, 3], 48), 7, "2 rows"),
+    ("three dimensions", shaped([1, 1, 3], 24), 2, "shape"),
+    ("float ids", request(dtype=pb.FLOAT32), 2, "must be INT64 or INT32, not FLOAT32"),
+    ("unknown dtype", shaped([1, 3], 24, 77), 2, "data_type 77 has no numeric values"),
+    ("string ids", shaped([1], 3, pb.STRING), 2, "INT64 or INT32"),
+    (
+        "another tensor with wrong bytes",
+        other_tensor(pb.Tensor(shape=shape(2), data_type=pb.INT16, data=b"a")),
+        2,
+        "extra",
+    ),
+    (
+        "a string that is not UTF-8",
+        other_tensor(pb.Tensor(shape=shape(1), data_type=pb.STRING, data=b"\xff")),
+        2,
+        "not UTF-8",
+    ),
+    ("top_p below 0", request(top_p=-0.1), 2, "top_p"),
+    ("top_p over 1", request(top_p=1.1), 2, "top_p"),
+    ("top_p not a number", request(top_p=NAN), 2, "top_p"),
+    ("top_k negative", request(top_k=-1), 2, "top_k"),
+    ("repetition_penalty over 2", request(repetition_penalty=2.1), 2, "repetition_penalty"),
+    ("repetition_penalty negative", request(repetition_penalty=-0.1), 2, "repetition_penalty"),
+    ("presence_penalty over 2", request(presence_penalty=2.5), 2, "presence_penalty"),
+    ("temperature not a number", request(temperature=NAN), 2, "temperature"),
+    ("temperature infinite", request(temperature=INF), 2, "temperature"),
+    ("no_repeat_ngram_size negative", request(no_repeat_ngram_size=-1), 2, "no_repeat_ngram_size"),
+    ("async_token_num negative", request(async_token_num=-1), 2, "async_token_num"),
+    ("beams", request(num_beams=2), 2, "num_beams > 1 is not supported"),
+    ("several sequences", request(num_return_sequences=2), 2, "num_return_sequences"),
+    ("top_k_arr", request(top_k_arr=[1]), 2, "top_k_arr"),
+    ("top_p_arr", request(top_p_arr=[0.5]), 2, "top_p_arr"),
+    ("seed_arr", request(seed_arr=[1]), 2, "seed_arr"),
+    ("probe_only", request(probe_only=True), 2, "probe_only"),
+    ("lora_name", request(lora_name="x"), 2, "lora_name"),
+    ("response_format", request(response_format={"type": "json_object"}), 2, "response_format"),
+    ("ModelInference", pb.StartRequestRequest(infer_type=pb.ModelInference), 2, "ModelInference"),
+    ("rich text", pb.StartRequestRequest(mm_type=pb.MultiMediaTypeRichText), 2, "rich text"),
+]
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_legal(name: str) -> None:
+    check_request(LEGAL[name], FACTS)
+
+
+@pytest.mark.parametrize(("name", "bad", "status", "reason"), ILLEGAL, ids=[row[0] for row in ILLEGAL])
+def test_illegal(name: str, bad: pb.StartRequestRequest, status: int, reason: str) -> None:
+    with pytest.raises(FleetError) as e:
+        check_request(bad, FACTS)
+    assert e.value.status == status
+    assert reason in e.value.reason
+
+
+def test_a_prompt_that_can_never_fit_the_kv_memory_is_rejected_at_once() -> None:
+    facts = fleet.ModelFacts(vocab_size=100, max_length=4096, kv_tokens=64)
+    check_request(request([1] * 63), facts)
+    with pytest.raises(FleetError) as e:
+        check_request(request([1] * 64), facts)
+    assert e.value.status == pb.ALLSPARK_CACHE_MEMORY_OUT
+
+
+@pytest.mark.parametrize("uuid", ["", "x" * 257, "ü" * 129, "x" * (1 << 20)])
+def test_uuid_that_is_empty_or_too_long(uuid: str) -> None:
+    with pytest.raises(FleetError) as e:
+        check_uuid(uuid, 256)
+    assert e.value.status == pb.ALLSPARK_PARAM_ERROR
+
+
+def test_equal_bodies_have_equal_digests_whatever_the_order_of_their_maps() -> None:
+    a, b = request(), request()
+    for i in range(50):
+        a.config.vocab[f"t{i}"] = i
+        b.config.vocab[f"t{49 - i}"] = 49 - i
+    assert digest(a) == digest(b)
+    b.config.seed = 1
+    assert digest(a) != digest(b)

@@ -1,0 +1,109 @@
+"""The queue and the worker table as state machines: properties over random histories."""
+
+import hypothesis.strategies as st
+from allspark_broker.queue import RequestQueue, Waiting
+from allspark_broker.workers import Flight, WorkerTable
+from allspark_proto import fleet_pb2 as fleet
+from hypothesis import given
+
+OPS = st.lists(
+    st.tuples(st.sampled_from(["push", "pop", "remove"]), st.integers(0, 9), st.integers(-2, 2)), max_size=60
+)
+
+
+@given(OPS)
+def test_the_queue_serves_by_priority_then_age_and_balances(ops: list[tuple[str, int, int]]) -> None:
+    queue, model = RequestQueue(1000), {}
+    for clock, (op, n, priority) in enumerate(ops):
+        if op == "push":
+            queue.push(Waiting(f"r{n}", 0, priority, clock))
+            model[f"r{n}"] = (-priority, clock)
+        elif op == "pop":
+            popped = queue.pop()
+            expected = min(model, key=lambda r: model[r], default=None)
+            assert (popped.request_id if popped else None) == expected
+            model.pop(expected, None)  # type: ignore[arg-type]
+        else:
+            assert queue.remove(f"r{n}") == (model.pop(f"r{n}", None) is not None)
+        queue.check()
+        assert len(queue) == len(model)
+
+
+def test_the_queue_knows_when_it_is_full_and_what_has_expired() -> None:
+    queue = RequestQueue(2)
+    queue.push(Waiting("a", 0, 0, 1, deadline_ms=50))
+    assert not queue.is_full
+    queue.push(Waiting("b", 0, 0, 2))
+    assert queue.is_full
+    assert [w.request_id for w in queue.expired(50)] == ["a"]
+    assert queue.expired(49) == []
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def announce(*held: tuple[str, int], capacity: int = 2, state: str = "running") -> fleet.Announce:
+    return fleet.Announce(
+        device="cpu",
+        models=[fleet.WorkerModel(name="m", state=state, capacity=capacity)],
+        held=[fleet.HeldRequest(request_id=r, epoch=e, model="m") for r, e in held],
+    )
+
+
+def test_busy_and_idle_workers_expire_alike() -> None:
+    clock = Clock()
+    table = WorkerTable(1.0, clock)
+    busy, _ = table.announce("busy", announce(("r", 1)))
+    table.announce("idle", announce())
+    clock.now = 0.9
+    assert table.dead() == []
+    table.seen(busy)
+    clock.now = 1.5
+    assert [w.worker_id for w in table.dead()] == ["idle"]
+    clock.now = 2.0
+    assert {w.worker_id for w in table.dead()} == {"busy", "idle"}
+
+
+def test_a_worker_whose_connection_is_gone_is_dead_before_it_is_silent() -> None:
+    table = WorkerTable(100.0, Clock())
+    worker, _ = table.announce("w", announce())
+    worker.unreachable = 2
+    assert table.dead() == [worker]
+    table.seen(worker)
+    assert table.dead() == []
+
+
+def test_choice_is_the_least_loaded_with_room() -> None:
+    table = WorkerTable(1.0, Clock())
+    a, _ = table.announce("a", announce())
+    b, _ = table.announce("b", announce())
+    table.announce("c", announce(state="built"))
+    order = []
+    while (worker := table.choose("m")) is not None:
+        order.append(worker.worker_id)
+        worker.flights[f"r{len(order)}"] = Flight(f"r{len(order)}", "m", 1, 0.0)
+    assert order == ["a", "b", "a", "b"]
+    a.draining = True
+    del a.flights["r1"]
+    assert table.choose("m") is None
+    del b.flights["r2"]
+    assert table.choose("m", excluding=["b"]) is None
+    assert table.choose("unknown") is None
+
+
+def test_an_announcement_settles_what_was_lost_on_the_way() -> None:
+    clock = Clock()
+    table = WorkerTable(1.0, clock)
+    worker, _ = table.announce("w", announce())
+    for rid, accepted in (("kept", True), ("gone", True), ("sent", False)):
+        worker.flights[rid] = Flight(rid, "m", 1, 0.0, accepted)
+    _, lost = table.announce("w", announce(("kept", 1), ("adopted", 3)))
+    assert [f.request_id for f in lost] == ["gone"]
+    assert set(worker.flights) == {"kept", "sent", "adopted"}
+    clock.now = 5.0
+    assert [f.request_id for _, f in table.unacknowledged(2.0)] == ["sent"]
+    assert table.holding("adopted") == (worker, worker.flights["adopted"])
