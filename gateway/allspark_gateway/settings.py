@@ -1,10 +1,10 @@
 """Settings of a gateway."""
 
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from allspark_bus.setting_types import Count, GrpcAddresses, Seconds, Size, ZmqEndpoints
+from allspark_bus.setting_types import Count, GrpcAddresses, Metavar, Seconds, Size, ZmqEndpoints
 from allspark_bus.settings import ProcessSettings
-from pydantic import ByteSize, model_validator
+from pydantic import ByteSize, Field, model_validator
 
 
 class GatewaySettings(ProcessSettings):
@@ -21,13 +21,16 @@ class GatewaySettings(ProcessSettings):
     max_uuid_bytes: Count = 256
     """Longest request uuid accepted."""
     max_calls: Count = 16384
-    """Calls served at once; one more is answered RESOURCE_EXHAUSTED."""
+    """Calls served at once on each address; one more is answered RESOURCE_EXHAUSTED."""
     call_timeout_s: Seconds = 10.0
     """How long a call waits for a broker or for Redis before it is answered UNAVAILABLE."""
     model_timeout_s: Seconds = 600.0
     """How long BuildModel, StartModel, StopModel and the like wait for the workers."""
     status_deferral_s: Seconds = 2.0
     """How long after the end GenerateStatus may still answer Generating while a reader has unread tokens."""
+    gather_s: Annotated[float, Field(ge=0, allow_inf_nan=False), Metavar("SECONDS")] = 0.1
+    """Longest time that tokens are gathered for one answer of Get while many streams are read; 0: each token
+    at once. The first token and the end of a request never wait."""
     allow_shutdown: GrpcAddresses = ()
     """Listener (one of --grpc) whose callers may stop the whole fleet with ShutdownService."""
 

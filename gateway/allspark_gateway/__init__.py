@@ -1,0 +1,1 @@
+"""The gateway: gRPC sockets, and views on what is in Redis."""

@@ -1,0 +1,128 @@
+"""The gateway process: listeners, one Redis connection and one subscription, one socket to each broker."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+
+import uvloop
+from allspark_bus.broker_client import BrokerClient
+from allspark_bus.ledger import Ledger, Ttl
+from allspark_bus.store import Store
+from allspark_bus.streams import Streams
+from allspark_bus.wakeups import Wakeups
+
+from allspark_gateway.calls import FleetCalls
+from allspark_gateway.deliveries import Deliveries
+from allspark_gateway.listeners import Listener, ListenError, tenant_of
+from allspark_gateway.readers import Readers
+from allspark_gateway.readiness import Readiness
+from allspark_gateway.results import Results
+from allspark_gateway.service import GatewayLeaves, InFlight, Service
+from allspark_gateway.settings import GatewaySettings
+from allspark_gateway.sync import Sync
+
+log = logging.getLogger(__name__)
+
+PARKED_GRACE_S = 0.5  # after SIGTERM, for tokens that are on their way to a parked Get
+LAST_WRITES_S = 0.25  # for the answers of calls that just ended
+
+
+class Gateway:
+    """Wires the parts; `serve` runs until `stop`."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._store = Store(settings.redis, patience_s=settings.call_timeout_s)
+        self._wakeups = Wakeups(self._store)
+        self._broker = BrokerClient(settings.broker, max_calls=settings.max_calls)
+        self._streams = Streams(self._store)
+        self._readers = Readers(self._wakeups, settings.gather_s)
+        self._deliveries = Deliveries(self._streams)
+        self._ledger = Ledger(self._store, Ttl())
+        self._in_flight = InFlight()
+        self._readiness = Readiness(
+            self._store,
+            self._broker,
+            give_up_s=settings.call_timeout_s,
+            on_store_lost=self._readers.interrupt,
+        )
+        self.listeners = [Listener(address, settings) for address in settings.grpc]
+        self._stopped = asyncio.Event()
+
+    async def open(self) -> None:
+        """Begins to serve; raises ListenError."""
+        for listener in self.listeners:
+            tenant = tenant_of(listener.address)
+            may_shutdown = listener.address in self._settings.allow_shutdown
+            calls = FleetCalls(self._broker, self._settings, tenant, may_shutdown=may_shutdown)
+            results = Results(self._streams, self._readers, self._deliveries, self._settings, tenant)
+            sync = Sync(self._streams, self._readers, self._ledger, results, tenant)
+            service = Service(calls, results, sync, self._in_flight)
+            listener.server.add_generic_rpc_handlers((service, self._readiness.handler()))
+        for listener in self.listeners:
+            await listener.open()
+        await self._readiness.start()
+
+    def stop(self) -> None:
+        """Ends `wait`."""
+        self._stopped.set()
+
+    async def wait(self) -> None:
+        """Returns when the gateway should end; raises if a listener broke."""
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        broken = [
+            asyncio.ensure_future(listener.server.wait_for_termination()) for listener in self.listeners
+        ]
+        done, pending = await asyncio.wait([stopped, *broken], return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        for task in done:
+            task.result()
+
+    async def close(self) -> None:
+        """No new calls; parked ones are told to go elsewhere, the others may finish within `drain_s`."""
+        await self._readiness.stop()
+        drain_s = self._settings.drain_s
+        stopping = [asyncio.create_task(listener.stop(drain_s)) for listener in self.listeners]
+        if not await self._in_flight.is_idle_within(min(PARKED_GRACE_S, drain_s / 2)):
+            leaves = GatewayLeaves("this gateway shuts down: ask again, or another one; nothing is lost")
+            self._readers.interrupt(leaves, for_good=True)
+            if not await self._in_flight.is_idle_within(drain_s):
+                log.warning("calls still in progress after %g s are cut off", drain_s)
+        await asyncio.gather(*[listener.stop(LAST_WRITES_S) for listener in self.listeners])
+        await asyncio.gather(*stopping)
+        await self._deliveries.flush()
+        await self._readers.close()
+        await self._wakeups.close()
+        await self._broker.close()
+        await self._store.close()
+
+
+async def serve(settings: GatewaySettings) -> int:
+    """Runs a gateway until SIGTERM or SIGINT."""
+    gateway = Gateway(settings)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, gateway.stop)
+    try:
+        await gateway.open()
+        bound = [listener.bound for listener in gateway.listeners]
+        log.info("serving gRPC on %s", ", ".join(bound))
+        if settings.ready_fd is not None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(settings.ready_fd, json.dumps({"grpc": bound}).encode() + b"\n")
+        await gateway.wait()
+    except ListenError as e:
+        log.error("%s", e)
+        return 1
+    finally:
+        await gateway.close()
+    return 0
+
+
+def main(settings: GatewaySettings) -> int:
+    """Entry point of `allspark gateway`."""
+    return uvloop.run(serve(settings))
