@@ -1,0 +1,266 @@
+#include "attention.h"
+#include "mathv.h"
+#include "pool.h"
+
+struct job {
+    const struct step *s;
+    const float *q;
+    int64_t ldq;
+    const void *k_cache, *v_cache;
+    int64_t dtype;
+    float scale;
+    float *out;
+    _Atomic int failed; /* a thread found no scratch memory */
+};
+
+/* Softmax over the keys so far, per query vector: maximum of the scores (base 2), sum of the weights by
+ * lane, weighted sum of the values. */
+struct state {
+    float *top, *sum, *values;
+};
+
+static struct state state_at(float *memory, int64_t vectors) {
+    return (struct state){memory, memory + vectors, memory + vectors * (1 + LANES)};
+}
+
+/* What one thread needs for one item. Query vector v = row * heads + head. */
+struct walk {
+    const struct job *j;
+    struct item item;
+    struct cache_block cache;
+    int64_t heads, vectors, dim, padded;
+    int64_t position; /* of the first row */
+    float *q, *keys, *values, *scores;
+    struct state part, total;
+};
+
+/* Query vectors [first, first + count): rows [row, row + rows) with `heads` heads each. They are the
+ * height of one register tile. */
+struct slice {
+    int64_t first, count, row, rows, heads;
+};
+
+/* The slice that starts at vector `first`: whole rows if one fits, else a part of the heads of one row. */
+static struct slice slice_at(const struct walk *w, int64_t first) {
+    int64_t row = first / w->heads, head = first % w->heads;
+    if (w->heads > TILE_ROWS) {
+        int64_t left = w->heads - head;
+        int64_t count = left < TILE_ROWS ? left : TILE_ROWS;
+        return (struct slice){first, count, row, 1, count};
+    }
+    int64_t rows = TILE_ROWS / w->heads;
+    if (rows > w->item.rows - row) rows = w->item.rows - row;
+    return (struct slice){first, rows * w->heads, row, rows, w->heads};
+}
+
+/* Query vectors of a slice as [dim][vector], scaled so that scores are exponents of 2. */
+static void pack_queries(const struct walk *w, const struct slice *c) {
+    const struct job *j = w->j;
+    float scale = j->scale * LOG2E;
+    float *to = w->q + c->first * w->dim;
+    int64_t first_row = j->s->cu_q[w->item.request] + w->item.row;
+    for (int64_t i = 0; i < c->count; i++) {
+        int64_t v = c->first + i, head = w->item.kv_head * w->heads + v % w->heads;
+        const float *from = j->q + (first_row + v / w->heads) * j->ldq + head * w->dim;
+        for (int64_t d = 0; d < w->dim; d++) to[d * c->count + i] = from[d] * scale;
+    }
+}
+
+static void scale_state(const struct walk *w, struct state *s, int64_t v, float factor) {
+    vf f = vset(factor);
+    vstore(s->sum + v * LANES, vload(s->sum + v * LANES) * f);
+    float *values = s->values + v * w->padded;
+    for (int64_t d = 0; d < w->padded; d += LANES) vstore(values + d, vload(values + d) * f);
+}
+
+/* Scores of one vector to weights, of which the first `seen` (1..32) count. */
+static void softmax_block(const struct walk *w, int64_t v, float *scores, int64_t seen) {
+    vf s[2] = {vload(scores), vload(scores + LANES)};
+    if (seen < BLOCK) {
+        vi key = viota(), limit = vseti((int32_t)seen);
+        s[0] = vselect(key < limit, s[0], vset(MINUS_INF));
+        s[1] = vselect(key + LANES < limit, s[1], vset(MINUS_INF));
+    }
+    struct state part = w->part;
+    float before = part.top[v], top = vhmax(vmax(s[0], s[1]));
+    if (!(top > before)) {
+        top = before;
+    } else {
+        part.top[v] = top;
+        scale_state(w, &part, v, sexp2(before - top));
+    }
+    vf p0 = vexp2(s[0] - vset(top)), p1 = vexp2(s[1] - vset(top));
+    vstore(scores, p0);
+    vstore(scores + LANES, p1);
+    vstore(part.sum + v * LANES, vload(part.sum + v * LANES) + (p0 + p1));
+}
+
+/* values += weights * V for `count` vectors from `first`, over the first `seen` keys */
+static void add_values(const struct walk *w, int64_t first, int64_t count, const float *weights, int64_t seen) {
+    for (int64_t d = 0; d < w->padded; d += PANEL) {
+        struct tile t = {
+            .x = weights,
+            .panel = w->values + d * BLOCK,
+            .out = w->part.values + first * w->padded + d,
+            .ldo = w->padded,
+            .depth = seen,
+        };
+        score_tiles[count](&t);
+    }
+}
+
+static const float zeros[PANEL];
+
+/* One block of keys, from absolute key `key` on, for one slice. */
+static void attend_slice(const struct walk *w, const struct slice *c, int64_t key) {
+    int64_t last = w->position + c->row + c->rows - 1;
+    if (last < key) return;
+    struct tile t = {w->q + c->first * w->dim, w->keys, zeros, w->scores, BLOCK, w->dim};
+    cached_tiles[c->count](&t);
+    int64_t common = 0; /* keys that all rows see: with fewer than a block, rows go one by one */
+    for (int64_t r = 0; r < c->rows; r++) {
+        int64_t seen = w->position + c->row + r - key + 1;
+        if (seen <= 0) continue;
+        if (seen > BLOCK) seen = BLOCK;
+        if (r == 0) common = seen;
+        for (int64_t h = 0; h < c->heads; h++)
+            softmax_block(w, c->first + r * c->heads + h, w->scores + (r * c->heads + h) * BLOCK, seen);
+        if (common < BLOCK)
+            add_values(w, c->first + r * c->heads, c->heads, w->scores + r * c->heads * BLOCK, seen);
+    }
+    if (common == BLOCK) add_values(w, c->first, c->count, w->scores, BLOCK);
+}
+
+static void clear_state(const struct walk *w) {
+    for (int64_t v = 0; v < w->vectors; v++) w->part.top[v] = MINUS_INF;
+    memset(w->part.sum, 0, (size_t)(w->vectors * LANES) * sizeof(float));
+    memset(w->part.values, 0, (size_t)(w->vectors * w->padded) * sizeof(float));
+}
+
+/* The state of keys [split * SPLIT, ...) up to the last row's own, into w->part. */
+static void walk_split(const struct walk *w, int64_t split) {
+    int64_t keys = w->position + w->item.rows; /* seen by the last row */
+    int64_t end = (split + 1) * SPLIT < keys ? (split + 1) * SPLIT : keys;
+    clear_state(w);
+    for (int64_t key = split * SPLIT; key < end; key += BLOCK) {
+        int64_t count = end - key < BLOCK ? end - key : BLOCK;
+        load_keys(&w->cache, key, count, w->keys);
+        load_values(&w->cache, key, count, w->values);
+        for (int64_t first = 0; first < w->vectors;) {
+            struct slice c = slice_at(w, first);
+            attend_slice(w, &c, key);
+            first += c.count;
+        }
+    }
+}
+
+/* total = total merged with the state of a later split */
+static void merge(const struct walk *w, struct state total, struct state part, int64_t v) {
+    float top = total.top[v] > part.top[v] ? total.top[v] : part.top[v];
+    vf a = vset(sexp2(total.top[v] - top)), b = vset(sexp2(part.top[v] - top));
+    float *sum = total.sum + v * LANES, *values = total.values + v * w->padded;
+    total.top[v] = top;
+    vstore(sum, vfma(vload(part.sum + v * LANES), b, vload(sum) * a));
+    for (int64_t d = 0; d < w->padded; d += LANES)
+        vstore(values + d, vfma(vload(part.values + v * w->padded + d), b, vload(values + d) * a));
+}
+
+/* Rows that reach into the split take part; the others have no state in it. */
+static void merge_split(const struct walk *w, struct state part, int64_t split) {
+    int64_t row = split * SPLIT - w->position;
+    for (int64_t v = (row > 0 ? row : 0) * w->heads; v < w->vectors; v++) merge(w, w->total, part, v);
+}
+
+static void write_rows(const struct walk *w, struct state s) {
+    const struct job *j = w->j;
+    int64_t first_row = j->s->cu_q[w->item.request] + w->item.row;
+    for (int64_t v = 0; v < w->vectors; v++) {
+        int64_t head = w->item.kv_head * w->heads + v % w->heads;
+        float *out = j->out + ((first_row + v / w->heads) * j->s->q_heads + head) * w->dim;
+        float sum = vsum(vload(s.sum + v * LANES));
+        vf scale = vset(sum != 0.0f ? 1.0f / sum : 0.0f); /* no keys: the row is zero */
+        for (int64_t d = 0; d < w->dim; d += LANES)
+            vstore_n(out + d, vload(s.values + v * w->padded + d) * scale, w->dim - d);
+    }
+}
+
+/* Lays out the thread's scratch memory; returns 0 without memory. */
+static int prepare(struct walk *w, struct job *j, int64_t index) {
+    const struct step *s = j->s;
+    w->j = j;
+    w->item = s->items[index];
+    w->heads = group_heads(s);
+    w->vectors = w->item.rows * w->heads;
+    w->dim = s->dim;
+    w->padded = padded_dim(s);
+    w->position = s->kv_lens[w->item.request] - s->q_lens[w->item.request] + w->item.row;
+    w->cache = (struct cache_block){
+        j->k_cache,   j->v_cache, j->dtype, s->kv_heads, s->span_size, s->dim,
+        s->span_table + w->item.request * s->max_spans, w->item.kv_head,
+    };
+    int64_t state = state_size(s, w->vectors), q = w->vectors * w->dim;
+    int64_t block = w->padded * BLOCK, scores = TILE_ROWS * BLOCK;
+    float *memory = pool_scratch((size_t)(2 * block + scores + 2 * state + q) * sizeof(float));
+    if (!memory) {
+        j->failed = 1;
+        return 0;
+    }
+    w->keys = memory;
+    w->values = w->keys + block;
+    w->scores = w->values + block;
+    w->part = state_at(w->scores + scores, w->vectors);
+    w->total = state_at(w->scores + scores + state, w->vectors);
+    w->q = w->scores + scores + 2 * state;
+    memset(w->values, 0, (size_t)block * sizeof(float)); /* lanes beyond dim stay zero */
+    for (int64_t first = 0; first < w->vectors;) {
+        struct slice c = slice_at(w, first);
+        pack_queries(w, &c);
+        first += c.count;
+    }
+    return 1;
+}
+
+static void run_item(void *context, int64_t index) {
+    struct job *j = context;
+    struct walk w;
+    if (!prepare(&w, j, index)) return;
+    if (j->s->states) {
+        w.part = state_at(j->s->states + index * j->s->state_floats, w.vectors);
+        walk_split(&w, w.item.split);
+        return;
+    }
+    for (int64_t split = 0; split < w.item.splits; split++) {
+        walk_split(&w, split);
+        if (split > 0) {
+            merge_split(&w, w.part, split);
+        } else if (w.item.splits > 1) {
+            struct state first = w.total;
+            w.total = w.part;
+            w.part = first;
+        }
+    }
+    write_rows(&w, w.item.splits > 1 ? w.total : w.part);
+}
+
+/* Merges the states of the items of the same rows, of which `index` is the first. */
+static void merge_item(struct job *j, int64_t index) {
+    const struct step *s = j->s;
+    struct walk w;
+    if (s->items[index].split || !prepare(&w, j, index)) return;
+    w.total = state_at(s->states + index * s->state_floats, w.vectors);
+    for (int64_t i = index + 1; i < s->item_count && s->items[i].split; i++)
+        merge_split(&w, state_at(s->states + i * s->state_floats, w.vectors), s->items[i].split);
+    write_rows(&w, w.total);
+}
+
+/* Returns 0, or 1 without scratch memory (the output is then incomplete). */
+EXPORT int ask_paged_attention(const struct step *s, const float *q, int64_t ldq, const void *k_cache,
+                               const void *v_cache, int64_t dtype, float scale, float *out) {
+    uint64_t saved = denormals_off();
+    struct job j = {s, q, ldq, k_cache, v_cache, dtype, scale, out, 0};
+    pool_run(run_item, &j, s->item_count);
+    if (s->states)
+        for (int64_t i = 0; i < s->item_count; i++) merge_item(&j, i);
+    denormals_restore(saved);
+    return j.failed;
+}

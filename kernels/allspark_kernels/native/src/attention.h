@@ -1,0 +1,52 @@
+/* Causal attention over the paged cache. The walk over the keys is fixed by their absolute positions:
+ * blocks of 32 keys, online softmax from block to block, a fresh state every SPLIT keys, and the states
+ * of the splits merged in order. A row's bits depend on nothing else: not on the span size, on the chunk
+ * or batch it came in, on decode or prefill, or on the thread that walked a split. */
+#ifndef ALLSPARK_ATTENTION_H
+#define ALLSPARK_ATTENTION_H
+
+#include "tile.h"
+
+enum {
+    BLOCK = PANEL,   /* keys of a block */
+    SPLIT = 512,     /* keys of a split */
+    MAX_VECTORS = 48 /* query vectors (rows times heads of one KV head) that an item aims for */
+};
+
+/* Query rows [row, row + rows) of a request, times the query heads of one KV head, over some splits. */
+struct item {
+    int32_t request, kv_head, row, rows, split, splits;
+};
+
+/* One step of the engine; mirrored in the binding, which owns the arrays. */
+struct step {
+    const int32_t *q_lens, *kv_lens, *cu_q, *span_table;
+    int64_t requests, max_spans;
+    int64_t q_heads, kv_heads, dim, span_size;
+    struct item *items;
+    int64_t item_count;
+    /* NULL: an item walks all splits of its rows. Else an item is one split, the items of the same rows
+     * follow each other, and each leaves its state here, state_floats apart. */
+    float *states;
+    int64_t state_floats;
+};
+
+INLINE int64_t group_heads(const struct step *s) { return s->q_heads / s->kv_heads; }
+INLINE int64_t padded_dim(const struct step *s) { return (s->dim + PANEL - 1) / PANEL * PANEL; }
+/* floats of the state of `vectors` query vectors: maximum, 16 partial sums, weighted values */
+INLINE int64_t state_size(const struct step *s, int64_t vectors) {
+    return vectors * (1 + LANES + padded_dim(s));
+}
+
+/* Keys [0, count) of a block, transposed to [dim][BLOCK]; values to panels [dim / 32][BLOCK][32].
+ * Columns of absent keys are zero; rows of absent values are left alone. */
+struct cache_block {
+    const void *k_cache, *v_cache;
+    int64_t dtype, kv_heads, span_size, dim;
+    const int32_t *spans; /* of the request */
+    int64_t kv_head;
+};
+void load_keys(const struct cache_block *c, int64_t first, int64_t count, float *keys);
+void load_values(const struct cache_block *c, int64_t first, int64_t count, float *values);
+
+#endif
