@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from allspark.cli import COMMANDS, EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
-from allspark.cli.errors import EXTRA_PACKAGES, CommandError, MissingExtra
+from allspark.cli.errors import EXTRA_PACKAGES, missing_extra
 from allspark.cli.settings import all_settings
 from allspark_bus.settings import CONFIG_TABLES
 from allspark_proto.version import VERSION
@@ -90,15 +90,12 @@ def test_two_models_with_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_missing_package_names_its_extra() -> None:
     for extra, packages in EXTRA_PACKAGES.items():
         for package in packages:
-            error = MissingExtra("up", "up", ModuleNotFoundError("gone", name=package))
+            error = missing_extra("up", "up", ModuleNotFoundError("gone", name=package))
             assert f"pip install 'allspark-fleet[{extra}]'" in str(error)
-    assert isinstance(error, CommandError)
 
 
 def test_broken_installation_is_not_blamed_on_an_extra() -> None:
-    broken = ModuleNotFoundError("gone", name="allspark_bus.settings")
-    with pytest.raises(ModuleNotFoundError):
-        MissingExtra("up", "up", broken)
+    assert missing_extra("up", "up", ModuleNotFoundError("gone", name="allspark_bus.settings")) is None
 
 
 def run_without(packages: list[str], code: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from allspark_bus.settings import ConfigError, check_environment
 
-from allspark.cli.errors import CommandError, MissingExtra
+from allspark.cli.errors import CommandError, missing_extra
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -68,7 +68,10 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         module = import_module(f"allspark.cli.{name}")
         return int(module.run(arguments))
     except ModuleNotFoundError as error:
-        raise MissingExtra(name, COMMANDS[name].extra, error) from error
+        known = missing_extra(name, COMMANDS[name].extra, error)
+        if known is None:
+            raise
+        raise known from error
 
 
 def _overview() -> str:

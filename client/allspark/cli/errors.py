@@ -11,15 +11,13 @@ class CommandError(RuntimeError):
     """The command cannot go on; the text says why and what to do."""
 
 
-class MissingExtra(CommandError):
-    """A package is not installed here; names the extra that brings it."""
-
-    def __init__(self, command: str, extra: str, error: ModuleNotFoundError) -> None:
-        package = (error.name or "").partition(".")[0]
-        extra = next((name for name, packages in EXTRA_PACKAGES.items() if package in packages), extra)
-        if not extra or package.startswith("allspark"):
-            raise error  # not a matter of extras: the installation itself is broken
-        super().__init__(
-            f"allspark {command} needs the package {package}, which is not installed: "
-            f"pip install 'allspark-fleet[{extra}]'"
-        )
+def missing_extra(command: str, extra: str, error: ModuleNotFoundError) -> CommandError | None:
+    """What to install when a package is not there; None if no extra brings it: the installation is broken."""
+    package = (error.name or "").partition(".")[0]
+    extra = next((name for name, packages in EXTRA_PACKAGES.items() if package in packages), extra)
+    if not extra or package.startswith("allspark"):
+        return None
+    return CommandError(
+        f"allspark {command} needs the package {package}, which is not installed: "
+        f"pip install 'allspark-fleet[{extra}]'"
+    )
