@@ -55,8 +55,11 @@ def apply_threads(num_threads: int) -> int:
     Returns the number. Process-wide: the last model that is loaded decides.
     """
     import torch
+    from allspark_kernels import native
 
     count = num_threads or usable_cores()
+    if native.available():
+        native.set_num_threads(count)
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
