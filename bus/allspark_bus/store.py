@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import hiredis
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.exceptions import (
     AuthenticationError,
@@ -45,7 +46,7 @@ class Store:
 
     def __init__(self, url: str, *, patience_s: float | None = 10.0, max_pending: int = 100_000) -> None:
         self._pool = ConnectionPool.from_url(
-            url, socket_connect_timeout=CONNECT_TIMEOUT_S, socket_timeout=REPLY_TIMEOUT_S, protocol=2
+            url, socket_connect_timeout=CONNECT_TIMEOUT_S, socket_timeout=None, protocol=2
         )
         self._patience_s = patience_s
         self._max_pending = max_pending
@@ -155,7 +156,8 @@ class Store:
     async def _connect(self) -> AbstractConnection:
         if self._connection is None:
             connection = self.new_connection()
-            await connection.connect()  # type: ignore[no-untyped-call]
+            async with asyncio.timeout(CONNECT_TIMEOUT_S + REPLY_TIMEOUT_S):
+                await connection.connect()  # type: ignore[no-untyped-call]
             self._connection = connection
             self._loaded.clear()
         return self._connection
@@ -184,16 +186,24 @@ class Store:
         await self._disconnect()
 
 
+def pack(commands: Sequence[Command]) -> bytes:
+    """Commands as Redis reads them."""
+    # The stub of hiredis takes a tuple of exactly one argument.
+    return b"".join([hiredis.pack_command(c) for c in commands])  # type: ignore[arg-type]
+
+
 async def _exchange(connection: AbstractConnection, commands: Sequence[Command]) -> list[Any]:
-    await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+    """One round trip. One time-out for all of it: one for each reply costs more than the reply."""
     replies: list[Any] = []
-    for _ in commands:
-        try:
-            replies.append(await connection.read_response(disable_decoding=True))
-        except (ConnectionError, TimeoutError):
-            raise
-        except RedisError as e:
-            replies.append(e)
+    async with asyncio.timeout(REPLY_TIMEOUT_S):
+        await connection.send_packed_command(pack(commands), check_health=False)
+        for _ in commands:
+            try:
+                replies.append(await connection.read_response(disable_decoding=True))
+            except (ConnectionError, TimeoutError):
+                raise
+            except RedisError as e:
+                replies.append(e)
     return replies
 
 

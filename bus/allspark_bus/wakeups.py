@@ -9,19 +9,21 @@ import asyncio
 import builtins
 import contextlib
 import logging
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import ConnectionError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, RedisError
 
 from allspark_bus import keys
-from allspark_bus.store import RETRY_FIRST_S, RETRY_MAX_S, Store
+from allspark_bus.store import RETRY_FIRST_S, RETRY_MAX_S, Store, pack
 
 log = logging.getLogger(__name__)
 
 LINGER_S = 5.0  # a channel stays subscribed this long after its last reader left
 PING_S = 5.0  # a silent connection is probed this often and given up after three times as long
+CONNECT_TIMEOUT_S = 10.0
 
 #: Called with what was published, or with b"" when a subscription (again) began: anything may have happened.
 Listener = Callable[[bytes], None]
@@ -35,7 +37,8 @@ class Wakeups:
         self._listeners: dict[str, set[Listener]] = defaultdict(set)
         self._idle: dict[str, asyncio.TimerHandle] = {}
         self._confirmed: set[str] = set()
-        self._outbox: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._outbox: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+        self._heard_s = 0.0
         self._task: asyncio.Task[None] | None = None
         self._connected = False
 
@@ -89,10 +92,11 @@ class Wakeups:
         while True:
             connection = self._store.new_connection()
             try:
-                await connection.connect()  # type: ignore[no-untyped-call]
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    await connection.connect()  # type: ignore[no-untyped-call]
                 delay = RETRY_FIRST_S
                 await self._serve(connection)
-            except (ConnectionError, TimeoutError, OSError) as e:
+            except (RedisError, OSError) as e:
                 log.warning("subscription connection lost (%s); reconnecting", e)
             finally:
                 self._confirmed.clear()
@@ -106,27 +110,34 @@ class Wakeups:
             self._outbox.get_nowait()
         for channel in list(self._listeners):
             self._outbox.put_nowait(("SUBSCRIBE", channel))
-        sender = asyncio.create_task(self._send(connection))
+        duties = [asyncio.create_task(self._send(connection)), asyncio.create_task(self._receive(connection))]
         try:
-            await self._receive(connection)
+            done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
         finally:
-            sender.cancel()
-            with contextlib.suppress(asyncio.CancelledError, RedisError, OSError):
-                await sender
+            for duty in duties:
+                duty.cancel()
+            await asyncio.gather(*duties, return_exceptions=True)
 
     async def _send(self, connection: AbstractConnection) -> None:
+        self._heard_s = time.monotonic()
+        commands: list[tuple[str, ...]]
         while True:
             try:
                 commands = [await asyncio.wait_for(self._outbox.get(), PING_S)]
             except builtins.TimeoutError:
-                commands = [("PING", "")]
+                commands = [("PING",)]
+            # Watched here and not by a time-out of each read, which would cost more than the message.
+            if time.monotonic() - self._heard_s > 3 * PING_S:
+                raise ConnectionError(f"no answer to PING within {3 * PING_S:g} s")
             while not self._outbox.empty():
                 commands.append(self._outbox.get_nowait())
-            await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+            await connection.send_packed_command(pack(commands), check_health=False)
 
     async def _receive(self, connection: AbstractConnection) -> None:
         while True:
-            message = await connection.read_response(disable_decoding=True, timeout=3 * PING_S)
+            message = await connection.read_response(disable_decoding=True)
+            self._heard_s = time.monotonic()
             kind, channel = message[0], message[1].decode()
             if kind == b"message":
                 self._tell(channel, message[2])

@@ -1,6 +1,7 @@
 """Wake-ups: what is published reaches its listeners, and a lost subscription is repaired by waking all."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 
 import pytest
@@ -83,3 +84,23 @@ async def test_a_restart_of_the_store_wakes_everybody(valkey, wakeups: Wakeups, 
     assert await hear(heard) == b"", "the new subscription began: anything may have happened before"
     await ledger.append([Append(RID, "m", 1, 0, (5,))])
     assert await hear(heard) == b"1-0"
+
+
+async def test_a_subscription_that_fell_silent_is_replaced(
+    valkey, wakeups: Wakeups, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    """A store that hangs keeps its connections open; parked readers must not wait for ever."""
+    monkeypatch.setattr("allspark_bus.wakeups.PING_S", 0.05)
+    heard = listening(wakeups)
+    await hear(heard)
+    valkey.process.send_signal(signal.SIGSTOP)
+    try:
+        while wakeups._confirmed:
+            await asyncio.sleep(0.001)  # until the silence has lasted three PINGs
+    finally:
+        valkey.process.send_signal(signal.SIGCONT)
+    assert await hear(heard) == b"", "a new subscription"
+    await ledger.append([Append(RID, "m", 1, 0, (5,))])
+    while (published := await hear(heard)) == b"":
+        pass  # a slow machine can be silent for three such PINGs again
+    assert published == b"1-0"
