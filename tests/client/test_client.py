@@ -3,7 +3,8 @@
 import asyncio
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ import pytest
 from allspark.client import (
     AllSparkError,
     AsyncClient,
+    AsyncRequest,
     Client,
     FleetUnavailable,
     GenerateOptions,
@@ -21,6 +23,12 @@ from allspark.client import calls as client_calls
 from allspark.client.calls import Attempts, Route
 from allspark_proto import allspark_service_pb2 as pb
 from fake_fleet import FakeFleet, Script
+
+
+@asynccontextmanager
+async def _submitted(client: AsyncClient, options: GenerateOptions | None) -> AsyncIterator[AsyncRequest]:
+    async with await client.submit("m", [5, 6], options, "u") as request:
+        yield request
 
 
 class Driver:
@@ -41,9 +49,8 @@ class Driver:
     async def _collect(
         self, addresses: list[str], options: GenerateOptions | None, limits: dict[str, float]
     ) -> tuple[list[list[int]], str]:
-        async with AsyncClient(addresses, **limits) as client:
-            async with await client.submit("m", [5, 6], options, "u") as request:
-                return [ids async for ids in request.stream()], request.finish_reason
+        async with AsyncClient(addresses, **limits) as client, _submitted(client, options) as request:
+            return [ids async for ids in request.stream()], request.finish_reason
 
     def call(self, addresses: list[str], do: Callable[[Any], Any], **limits: float) -> Any:
         """Run one method of a client."""

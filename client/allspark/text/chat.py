@@ -31,7 +31,7 @@ def render_chat(
     try:
         compiled = environment.from_string(template)
         return compiled.render(messages=list(messages), add_generation_prompt=True, **special_tokens)
-    except (TemplateError, TypeError, ValueError) as error:
+    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
         raise TextError(f"the model's chat template cannot be applied: {error}") from error
 
 

@@ -2,37 +2,37 @@
 
 from collections.abc import Callable, Sequence
 
+#: What decoders put for bytes that are no complete character; an incomplete one at the end is one of these.
 _BROKEN = "\ufffd"
-#: An incomplete character is at most three bytes, so more waiting tokens than this are not one.
-_MAX_WAITING_TOKENS = 8
+_MAX_WINDOW_TOKENS, _KEPT_TOKENS = 64, 16
 
 
 class TextStream:
     """Collects ids and gives out text as soon as it is certain.
 
     A character may be spread over several tokens, and a tokenizer may treat the start of a text differently;
-    so the ids since the last safe point are decoded together and only what is new is given out.
+    so a window of the last ids is decoded together and only what is new in its text is given out.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._ids: list[int] = []
-        self._shown = 0  # ids[:shown] are given out; they stay as context for the next piece
+        self._window: list[int] = []
+        self._num_shown = 0  # characters of the window's text that were given out
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that became certain with these ids; empty while a character is incomplete."""
-        before = self._decode(self._ids[: self._shown])
-        self._ids += ids
-        now = self._decode(self._ids)
-        if now.endswith(_BROKEN) and len(self._ids) - self._shown < _MAX_WAITING_TOKENS:
-            return ""
-        self._ids = self._ids[self._shown :]
-        self._shown = len(self._ids)
-        return now[len(before) :]
+        self._window += ids
+        text = self._decode(self._window)
+        certain = len(text.removesuffix(_BROKEN))
+        new = text[self._num_shown : certain]
+        self._num_shown = max(self._num_shown, certain)
+        if len(self._window) > _MAX_WINDOW_TOKENS:
+            self._window = self._window[-_KEPT_TOKENS:]
+            self._num_shown = len(self._decode(self._window).removesuffix(_BROKEN))
+        return new
 
     def flush(self) -> str:
         """What is left at the end; an incomplete character shows as U+FFFD."""
-        before = self._decode(self._ids[: self._shown])
-        now = self._decode(self._ids)
-        self._ids, self._shown = [], 0
-        return now[len(before) :]
+        rest = self._decode(self._window)[self._num_shown :]
+        self._window, self._num_shown = [], 0
+        return rest
