@@ -34,9 +34,9 @@ def check_uuid(uuid: str, max_bytes: int) -> None:
 def check_request(request: pb.StartRequestRequest, facts: fleet.ModelFacts) -> None:
     """Raises ParamError, LimitError or CacheMemoryOut with the first thing that is wrong."""
     _check_supported(request)
+    prompt = tensors.prompt_ids(request)
     for name, tensor in request.inputs.tensor_map.items():
         tensors.check(name, tensor)
-    prompt = tensors.prompt_ids(request)
     _check_lengths(len(prompt), request.config.max_length, facts)
     _check_ids("input_ids", prompt, facts.vocab_size)
     _check_words(request.config, facts.vocab_size)

@@ -16,14 +16,14 @@ from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.fleet_view import EngineStats, fleet_status
 from allspark_broker.lifecycle import Lifecycle
 from allspark_broker.requests import Requests
-from allspark_broker.workers import WorkerTable
+from allspark_broker.workers import Worker, WorkerTable
 
 log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
 DEFAULT_TENANT = "default"
 MAX_PRIORITY = 100
-CONTROL_TIMEOUT_S = 10.0
+CONTROL_TIMEOUT_S = 5.0
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 Handler = Callable[[fleet.Envelope], Awaitable[fleet.Reply]]
@@ -99,8 +99,21 @@ class Calls:
 
     async def _engine_stat(self, envelope: fleet.Envelope) -> fleet.Reply:
         name = envelope.get_engine_stat.model_name
+        workers = [w for w in self._table if name in w.models]
+        await asyncio.gather(*[self._refresh_stat(w, name) for w in workers])
         queued = len(self._dispatcher.queues[name]) if name in self._dispatcher.queues else 0
         return fleet.Reply(engine_stat=self._stats.of(name, self._table, queued))
+
+    async def _refresh_stat(self, worker: Worker, name: str) -> None:
+        """Asks a worker for its figures now; one that does not answer keeps those of its last heartbeat."""
+        call = fleet.ControlCall(get_engine_stat=pb.ModelName(model_name=name))
+        try:
+            answer = await self._control(worker.worker_id, call)
+        except BrokerUnavailable as e:
+            log.warning("statistics of model %r are as of the last heartbeat: %s", name, e.reason)
+            return
+        if name in worker.models:
+            worker.models[name].stat.CopyFrom(answer.engine_stat)
 
     async def _model_information(self, envelope: fleet.Envelope) -> fleet.Reply:
         record = self._lifecycle.models.get(envelope.get_model_information.model_name)

@@ -138,9 +138,7 @@ class Dispatcher:
 
     async def bury(self, worker: Worker) -> None:
         """Settles everything a dead worker held, one claim at a time."""
-        flights = list(worker.flights.values())
-        log.warning("worker %s is dead; %d request(s) move on", worker.worker_id, len(flights))
-        for flight in flights:
+        for flight in list(worker.flights.values()):
             await self.take_back(worker, flight, died=flight.accepted)
 
     async def cancel(self, rid: str, model: str, worker_id: str) -> None:

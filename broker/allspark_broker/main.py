@@ -202,7 +202,7 @@ class Broker:
         elif kind == "control_reply":
             self._controls.answer(message.control_reply)
         elif kind == "goodbye":
-            await self._bury(message.worker_id)
+            await self._bury(message.worker_id, "said goodbye")
 
     async def _on_announce(self, worker_id: str, announce: fleet.Announce) -> None:
         is_new = self._table.get(worker_id) is None
@@ -222,9 +222,10 @@ class Broker:
         log.info("worker %s hands back %s: %s", worker_id, refused.request_id, refused.reason)
         await self._dispatcher.take_back(worker, flight, died=False)
 
-    async def _bury(self, worker_id: str) -> None:
+    async def _bury(self, worker_id: str, why: str) -> None:
         worker = self._table.remove(worker_id)
         if worker is not None:
+            log.warning("worker %s %s; %d request(s) move on", worker_id, why, len(worker.flights))
             self._stats.retire(worker)
             await self._dispatcher.bury(worker)
             await self._lifecycle.notify()
@@ -248,7 +249,7 @@ class Broker:
 
     async def _reap(self) -> None:
         for worker in self._table.dead():
-            await self._bury(worker.worker_id)
+            await self._bury(worker.worker_id, "is dead")
         for worker, flight in self._table.unacknowledged(self._settings.ack_timeout_s):
             log.warning("worker %s did not acknowledge %s", worker.worker_id, flight.request_id)
             await self._dispatcher.take_back(worker, flight, died=False)

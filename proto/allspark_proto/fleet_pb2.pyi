@@ -510,23 +510,27 @@ class ControlCall(_message.Message):
     CORRELATION_ID_FIELD_NUMBER: _builtins.int
     GET_OP_PROFILING_INFO_FIELD_NUMBER: _builtins.int
     GET_FILE_INFORMATION_FIELD_NUMBER: _builtins.int
+    GET_ENGINE_STAT_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.str
     @_builtins.property
     def get_op_profiling_info(self) -> _allspark_service_pb2.ModelName: ...
     @_builtins.property
     def get_file_information(self) -> _allspark_service_pb2.FileInformationRequest: ...
+    @_builtins.property
+    def get_engine_stat(self) -> _allspark_service_pb2.ModelName: ...
     def __init__(
         self,
         *,
         correlation_id: _builtins.str = ...,
         get_op_profiling_info: _allspark_service_pb2.ModelName | None = ...,
         get_file_information: _allspark_service_pb2.FileInformationRequest | None = ...,
+        get_engine_stat: _allspark_service_pb2.ModelName | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "correlation_id", b"correlation_id", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "correlation_id", b"correlation_id", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["get_op_profiling_info", "get_file_information"]  # noqa: Y015
+    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["get_op_profiling_info", "get_file_information", "get_engine_stat"]  # noqa: Y015
     _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
 
@@ -869,6 +873,7 @@ class ControlReply(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     OP_PROFILING_INFO_FIELD_NUMBER: _builtins.int
     FILE_INFORMATION_FIELD_NUMBER: _builtins.int
+    ENGINE_STAT_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.str
     as_status: _allspark_service_pb2.AS_STATUS.ValueType
     reason: _builtins.str
@@ -876,6 +881,8 @@ class ControlReply(_message.Message):
     def op_profiling_info(self) -> _allspark_service_pb2.OpProfilingInfo: ...
     @_builtins.property
     def file_information(self) -> _allspark_service_pb2.FileInformationResponse: ...
+    @_builtins.property
+    def engine_stat(self) -> _allspark_service_pb2.AsEngineStat: ...
     def __init__(
         self,
         *,
@@ -884,12 +891,13 @@ class ControlReply(_message.Message):
         reason: _builtins.str = ...,
         op_profiling_info: _allspark_service_pb2.OpProfilingInfo | None = ...,
         file_information: _allspark_service_pb2.FileInformationResponse | None = ...,
+        engine_stat: _allspark_service_pb2.AsEngineStat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["file_information", b"file_information", "op_profiling_info", b"op_profiling_info", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_stat", b"engine_stat", "file_information", b"file_information", "op_profiling_info", b"op_profiling_info", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_status", b"as_status", "correlation_id", b"correlation_id", "file_information", b"file_information", "op_profiling_info", b"op_profiling_info", "reason", b"reason", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_status", b"as_status", "correlation_id", b"correlation_id", "engine_stat", b"engine_stat", "file_information", b"file_information", "op_profiling_info", b"op_profiling_info", "reason", b"reason", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["op_profiling_info", "file_information"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["op_profiling_info", "file_information", "engine_stat"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

@@ -95,7 +95,7 @@ ILLEGAL = [
     ("two prompts", shaped([2, 3], 48), 7, "2 rows"),
     ("three dimensions", shaped([1, 1, 3], 24), 2, "shape"),
     ("float ids", request(dtype=pb.FLOAT32), 2, "must be INT64 or INT32, not FLOAT32"),
-    ("unknown dtype", shaped([1, 3], 24, 77), 2, "data_type 77 has no numeric values"),
+    ("unknown dtype", shaped([1, 3], 24, 77), 2, "must be INT64 or INT32, not unknown (77)"),
     ("string ids", shaped([1], 3, pb.STRING), 2, "INT64 or INT32"),
     (
         "another tensor with wrong bytes",

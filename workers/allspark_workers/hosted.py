@@ -5,10 +5,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
 from allspark_workers.convert import facts_message, stat_message
-from allspark_workers.engine.types import EngineStat, StepOutput
+from allspark_workers.engine.types import StepOutput
 from allspark_workers.ports import EnginePort
 
 log = logging.getLogger(__name__)
@@ -81,14 +82,14 @@ class HostedModel:
 
     def describe(self, model: fleet.WorkerModel) -> None:
         """Fills in capacity, statistics and facts."""
-        stat = self.engine.stat() if self.is_running else None
-        model.capacity = self.capacity if self.is_running else 0
-        if stat is not None:
-            model.stat.CopyFrom(stat_message(self.name, stat))
-        model.facts.CopyFrom(facts_message(self.engine.facts, _kv_tokens(stat, self.engine)))
+        kv_tokens = 0
+        if self.is_running:
+            facts = self.engine.facts
+            model.capacity = self.capacity
+            model.stat.CopyFrom(self.stat())
+            kv_tokens = model.stat.total_span // (2 * facts.num_layers) * facts.span_size
+        model.facts.CopyFrom(facts_message(self.engine.facts, kv_tokens))
 
-
-def _kv_tokens(stat: EngineStat | None, engine: EnginePort) -> int:
-    if stat is None:
-        return 0
-    return stat.total_span // (2 * engine.facts.num_layers) * engine.facts.span_size
+    def stat(self) -> pb.AsEngineStat:
+        """The engine's figures as of now."""
+        return stat_message(self.name, self.engine.stat())

@@ -127,7 +127,11 @@ class Worker:
     async def _on_control(self, link: Link, call: fleet.ControlCall) -> None:
         reply = fleet.ControlReply(correlation_id=call.correlation_id)
         try:
-            if call.WhichOneof("call") == "get_op_profiling_info":
+            kind = call.WhichOneof("call")
+            if kind == "get_engine_stat":
+                name = call.get_engine_stat.model_name
+                reply.engine_stat.CopyFrom(self._reconciler.stat(name))
+            elif kind == "get_op_profiling_info":
                 text = self._profile(call.get_op_profiling_info.model_name)
                 reply.op_profiling_info.op_profiling_info = text
             else:

@@ -77,6 +77,11 @@ class Reconciler:
         """Every loaded model."""
         return [e.hosted for e in self._entries.values() if e.hosted is not None]
 
+    def stat(self, name: str) -> pb.AsEngineStat:
+        """The figures of a model as of now; zeros unless it runs here."""
+        hosted = self.running(name)
+        return hosted.stat() if hosted is not None else pb.AsEngineStat(model_name=name)
+
     def describe(self) -> list[fleet.WorkerModel]:
         """What the broker is told."""
         return [self._message(e) for e in self._entries.values()]
