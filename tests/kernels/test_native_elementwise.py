@@ -72,9 +72,8 @@ def rotary_case(
     positions = torch.randint(0, 500, (tokens,), generator=g)
     slots = torch.randperm(8 * max(16, tokens), generator=g)[:tokens]
     slots[tokens // 2 : tokens // 2 + 1] = -1
-    caches = [
-        torch.full((8 * max(1, tokens), kv_heads, span_size, dim), float("nan"), dtype=dtype) for _ in "kv"
-    ]
+    shape = (max(16, tokens) // 2, kv_heads, span_size, dim)
+    caches = [torch.full(shape, float("nan"), dtype=dtype) for _ in "kv"]
     angles = torch.arange(500)[:, None] / 100.0 ** (torch.arange(rotary_dim // 2) / rotary_dim)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).float()
     shaped = (x.view(tokens, -1, dim) for x in (q, k, v))
@@ -115,6 +114,16 @@ def test_cache_rounds_to_nearest_even_and_keeps_nan(dtype: torch.dtype) -> None:
         tiny = expected.abs() < torch.finfo(dtype).tiny
         stored, expected = stored.masked_fill(tiny, 0), expected.masked_fill(tiny, 0)
     assert torch.equal(stored.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(("table", "value"), ((4, -1), (4, 500), (5, 8 * 16)))
+def test_rotary_refuses_what_lies_outside_its_tables(table: int, value: int) -> None:
+    case = rotary_case(3, 64, 64, torch.bfloat16, torch.float32)
+    before = case[0].clone()
+    case[table][2] = value
+    with pytest.raises(ValueError, match="outside"):
+        native.rotary_kv_write(*case)
+    assert torch.equal(case[0], before) and bool(case[6].isnan().all())
 
 
 def test_threads_and_instruction_sets_agree() -> None:

@@ -4,11 +4,10 @@ Importing this package always works; ``available()`` says whether the library ca
 depend on the instruction set, the number of threads or the other rows of a batch, bit for bit.
 """
 
-from ..torch_ops import mark_seen, sample
-
 try:
     from .attention import paged_attention, prepare_plan
     from .elementwise import add_rms_norm, rms_norm, rotary_kv_write, silu_mul
+    from .sampling import mark_seen, sample
     from .threads import get_num_threads, set_num_threads
     from .weights import linear, pack_linear
 except ImportError as error:

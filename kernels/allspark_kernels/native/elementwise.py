@@ -55,15 +55,18 @@ def rotary_kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    """Rotate q [T, Hq, D] in place, write rotated k and v to the caches, rounded to nearest even."""
+    """Rotate q [T, Hq, D] in place, write rotated k and v to the caches, rounded to nearest even.
+
+    Raises ValueError, with nothing written, if a position or slot lies outside its table.
+    """
     _need_float32(q, k, v)
     if not (cos_sin.is_contiguous() and positions.is_contiguous() and slots.is_contiguous()):
         raise ValueError("cos_sin, positions and slots must be contiguous")
     tokens, q_heads, dim = q.shape
-    _, kv_heads, span_size, _ = k_cache.shape
+    num_spans, kv_heads, span_size, _ = k_cache.shape
     if dim > MAX_HEAD_DIM:
         raise ValueError(f"native kernels serve heads of up to {MAX_HEAD_DIM} dimensions, not {dim}")
-    library.current.held.ask_rotary_kv_write(
+    outside = library.current.held.ask_rotary_kv_write(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
@@ -71,11 +74,13 @@ def rotary_kv_write(
         k.stride(0),
         v.stride(0),
         cos_sin.data_ptr(),
+        cos_sin.shape[0],
         positions.data_ptr(),
         slots.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
         cache_code(k_cache, v_cache),
+        num_spans * span_size,
         tokens,
         q_heads,
         kv_heads,
@@ -83,6 +88,8 @@ def rotary_kv_write(
         cos_sin.shape[1],
         span_size,
     )
+    if outside:
+        raise ValueError("a position lies outside cos_sin, or a slot outside the cache")
 
 
 def cache_code(k_cache: torch.Tensor, v_cache: torch.Tensor) -> int:

@@ -29,9 +29,14 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "ask_linear": (ctypes.c_int, [PTR, PTR, I64, PTR]),
     "ask_rms_norm": (None, [PTR, I64, PTR, PTR, F32, PTR, I64, I64]),
     "ask_silu_mul": (None, [PTR, PTR, I64, I64]),
-    "ask_rotary_kv_write": (None, [PTR, PTR, PTR, I64, I64, I64, *[PTR] * 5, *[I64] * 7]),
+    "ask_rotary_kv_write": (
+        ctypes.c_int,
+        [*[PTR] * 3, *[I64] * 3, PTR, I64, *[PTR] * 4, *[I64] * 8],
+    ),
     "ask_attention_plan": (I64, [PTR, PTR]),
     "ask_paged_attention": (ctypes.c_int, [PTR, PTR, I64, PTR, PTR, I64, F32, PTR]),
+    "ask_sample": (ctypes.c_int, [PTR]),
+    "ask_mark_seen": (ctypes.c_int, [PTR, I64, I64, I64, PTR, PTR, I64, I64]),
 }
 
 

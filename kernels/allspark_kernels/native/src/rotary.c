@@ -57,14 +57,19 @@ static void rotary_token(void *context, int64_t token) {
     }
 }
 
-EXPORT void ask_rotary_kv_write(float *q, const float *k, const float *v, int64_t ldq, int64_t ldk, int64_t ldv,
-                                const float *cos_sin, const int64_t *positions, const int64_t *slots,
-                                void *k_cache, void *v_cache, int64_t cache_dtype, int64_t tokens, int64_t q_heads,
-                                int64_t kv_heads, int64_t dim, int64_t rotary_dim, int64_t span_size) {
+/* Returns 0, or 2 (and writes nothing) if a position or slot lies outside its table. */
+EXPORT int ask_rotary_kv_write(float *q, const float *k, const float *v, int64_t ldq, int64_t ldk, int64_t ldv,
+                               const float *cos_sin, int64_t max_positions, const int64_t *positions,
+                               const int64_t *slots, void *k_cache, void *v_cache, int64_t cache_dtype,
+                               int64_t num_slots, int64_t tokens, int64_t q_heads, int64_t kv_heads, int64_t dim,
+                               int64_t rotary_dim, int64_t span_size) {
+    for (int64_t t = 0; t < tokens; t++)
+        if (positions[t] < 0 || positions[t] >= max_positions || slots[t] >= num_slots) return 2;
     uint64_t saved = denormals_off();
     struct rotary r = {q,       k,           v,      ldq,     ldk,      ldv, cos_sin,    positions, slots,
                        k_cache, v_cache, cache_dtype, tokens, q_heads, kv_heads, dim, rotary_dim, span_size};
     if (tokens * (q_heads + kv_heads) * dim >= PARALLEL_ELEMENTS) pool_run(rotary_token, &r, tokens);
     else for (int64_t t = 0; t < tokens; t++) rotary_token(&r, t);
     denormals_restore(saved);
+    return 0;
 }
