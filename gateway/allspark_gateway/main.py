@@ -73,12 +73,10 @@ class Gateway:
     async def wait(self) -> None:
         """Returns when the gateway should end; raises if a listener broke."""
         stopped = asyncio.ensure_future(self._stopped.wait())
-        broken = [
-            asyncio.ensure_future(listener.server.wait_for_termination()) for listener in self.listeners
-        ]
-        done, pending = await asyncio.wait([stopped, *broken], return_when=asyncio.FIRST_COMPLETED)
-        for task in pending:
-            task.cancel()
+        # Not cancelled afterwards: that would cancel the server's own future. They end with the servers.
+        broken = [asyncio.ensure_future(one.server.wait_for_termination()) for one in self.listeners]
+        done, _ = await asyncio.wait([stopped, *broken], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
         for task in done:
             task.result()
 

@@ -12,12 +12,10 @@ from allspark_bus.errors import FleetError
 from allspark_bus.streams import Batch
 from allspark_bus.wakeups import Wakeups
 
+from allspark_gateway.pace import Pace
+
 LINGER_S = 5.0  # a reader stays this long after its last call
 BUSY_FIRST_S, BUSY_MAX_S = 0.002, 0.05
-
-#: Answers to waiting Gets a second that the gateway aims at: an answer costs a fraction of a millisecond of
-#: CPU whether it has one token or ten, so with many streams tokens are gathered (see `Readers.next_batch`).
-ANSWERS_PER_S = 200
 
 Waiters = set["asyncio.Future[None]"]
 
@@ -38,6 +36,7 @@ class Reader:
         "endings",
         "idle_since_s",
         "last_answer_s",
+        "last_call_s",
         "rid",
         "seen_endings",
         "turn",
@@ -54,7 +53,7 @@ class Reader:
         self.changes = 0  # hints so far that the stream may have changed
         self.endings = 0  # those of them that may mean its end
         self.seen_endings = 0  # `endings` at the last look
-        self.last_answer_s = float("-inf")
+        self.last_call_s = self.last_answer_s = float("-inf")
         self._wakeups = wakeups
         self._is_joined = False
         self._known_at = -1  # `changes` when the stream was open and had `_known_length` tokens
@@ -150,9 +149,8 @@ class Readers:
 
     def __init__(self, wakeups: Wakeups, gather_s: float) -> None:
         self._wakeups = wakeups
-        self._gather_s = gather_s
+        self._pace = Pace(gather_s)
         self._readers: dict[str, Reader] = {}
-        self._num_waiting = 0
         self._closing: FleetError | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -192,31 +190,28 @@ class Readers:
         """
         loop = asyncio.get_running_loop()
         busy_s = BUSY_FIRST_S
-        self._num_waiting += 1
-        try:
-            while True:
-                self.check_open()
-                due = reader.last_answer_s + min(self._gather_s, self._num_waiting / ANSWERS_PER_S)
-                if (pause_s := due - loop.time()) > 0:
-                    await reader.pause_unless_ending(pause_s)
-                changes, reader.seen_endings = reader.changes, reader.endings
-                if not reader.is_quiet(reader.cursor if position is None else position):
-                    batch = await look()
-                    if batch.outcome == "busy":
-                        await reader.pause(min(busy_s, max(batch.wait_ms, 1) / 1000))
-                        busy_s = min(2 * busy_s, BUSY_MAX_S)
-                        continue
-                    if batch.outcome != "ok" or batch.status:
-                        return batch
-                    if not batch.is_cut_off:
-                        reader.found(changes, batch.end)
-                    if batch.end > batch.start:
-                        reader.last_answer_s = loop.time()
-                        return batch
-                reader.join()
-                await reader.changed_since(changes)
-        finally:
-            self._num_waiting -= 1
+        self._pace.enter(reader.last_call_s, loop.time())
+        reader.last_call_s = loop.time()
+        while True:
+            self.check_open()
+            if (pause_s := self._pace.pause_s(reader.last_answer_s, loop.time())) > 0:
+                await reader.pause_unless_ending(pause_s)
+            changes, reader.seen_endings = reader.changes, reader.endings
+            if not reader.is_quiet(reader.cursor if position is None else position):
+                batch = await look()
+                if batch.outcome == "busy":
+                    await reader.pause(min(busy_s, max(batch.wait_ms, 1) / 1000))
+                    busy_s = min(2 * busy_s, BUSY_MAX_S)
+                    continue
+                if batch.outcome != "ok" or batch.status:
+                    return batch
+                if not batch.is_cut_off:
+                    reader.found(changes, batch.end)
+                if batch.end > batch.start:
+                    reader.last_answer_s = loop.time()
+                    return batch
+            reader.join()
+            await reader.changed_since(changes)
 
     def check_open(self) -> None:
         """Raises what ended the waiting of calls, if anything did."""

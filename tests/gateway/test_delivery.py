@@ -7,6 +7,7 @@ import pytest
 from allspark_bus import keys
 from allspark_bus.ledger import Ending
 from allspark_bus.streams import Streams
+from allspark_gateway import pace
 from allspark_gateway import readers as readers_module
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import metadata
@@ -150,7 +151,7 @@ async def test_the_confirmation_travels_with_the_next_take_or_alone(
 async def test_many_streams_are_answered_less_often_but_begin_and_end_at_once(
     gateways: Gateways, producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers_module, "ANSWERS_PER_S", 0.001)  # as if the gateway were far over its rate
+    monkeypatch.setattr(pace, "ANSWERS_PER_S", 0.0001)  # as if the gateway were far over its rate
     client = gateways.client(await gateways.open(gather_s=3600))
     await producer.admit("u")
     first = asyncio.create_task(client.get("u"))
