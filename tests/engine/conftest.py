@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -16,6 +17,9 @@ from allspark_workers.engine.sequence import Sequence
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.loader import load_model
 from engine_helpers import TinyModels, request
+
+# Tiny matrices on shared cores: a second thread only waits.
+torch.set_num_threads(1)
 
 SequenceMaker = Callable[..., Sequence]
 
@@ -32,7 +36,7 @@ def make_engine(tiny: TinyModels) -> Iterator[Callable[..., Engine]]:
 
     def make(variant: str | Path = "llama-tied", *, clock: Any = None, **config: Any) -> Engine:
         path = tiny.path(variant) if isinstance(variant, str) else variant
-        settings = ModelConfig(str(path), **({"num_threads": 2, "dtype": "fp32"} | config))
+        settings = ModelConfig(str(path), **({"num_threads": 1, "dtype": "fp32"} | config))
         model = load_model(settings)
         engine = Engine(model, settings, clock) if clock is not None else Engine(model, settings)
         engine.start()

@@ -72,9 +72,9 @@ def test_chunking_does_not_matter(chunk: int, quiet: list[int], make_engine: Mak
 
 
 def test_preemption_for_lack_of_memory_does_not_matter(make_engine: Maker) -> None:
-    """A pool for two of the eight requests at full length: they push each other out."""
+    """A pool for two of the sixteen requests at full length: they push each other out."""
     requests = [
-        request(f"r{i}", random_prompt(20 + i, seed=i), NEW, **(SAMPLED | {"seed": i})) for i in range(8)
+        request(f"r{i}", random_prompt(20 + i, seed=i), NEW, **(SAMPLED | {"seed": i})) for i in range(16)
     ]
     wide = make_engine(span_size=16)
     expected = run_all(wide, requests)
@@ -115,6 +115,10 @@ def test_a_resumed_request_goes_on_with_the_same_tokens(
     while engine.has_work():
         collected.add(engine.step())
     assert collected.tokens["target"] == quiet[done:]
+
+
+def test_the_number_of_threads_does_not_matter(quiet: list[int], make_engine: Maker) -> None:
+    assert run_all(make_engine(num_threads=2), [*neighbours(8), target()]).tokens["target"] == quiet
 
 
 def test_half_precision_weights_keep_the_promise(make_engine: Maker) -> None:
