@@ -1,0 +1,85 @@
+"""Greedy tokens through the whole fleet equal those of transformers on the same weights in fp32.
+
+The reference is teacher-forced: it reads prompt and answer at once, and every token of the answer has to be
+the argmax of its logits at the position before. By induction that is what its own greedy loop would produce.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from allspark.client import Client, GenerateOptions, ModelOptions
+from allspark.launcher import Fleet, FleetOptions
+
+from tests.engine.engine_helpers import TinyModels, random_prompt
+from tests.system.conftest import report
+
+NEW = 64
+FAMILIES = ("llama-llama3", "mistral", "qwen2", "qwen3")
+EXACT = ModelOptions(matmul_precision="highest", max_length=256, max_batch=32)
+TEXTS = (
+    "The capital of France is", "Once upon a time there was", "Water boils at", "def fibonacci(n):",
+    "The three primary colours are", "To be or not to be,", "The speed of light is", "In 1969, humans",
+    "A recipe for bread needs", "The opposite of hot is", "My favourite animal is the", "E = mc^2 means that",
+    "Dear Sir or Madam,", "The largest planet of the solar system", "import numpy as np\n", "Roses are red,",
+    "Q: What is 2 + 2?\nA:", "The Great Wall of China", "Photosynthesis is the process", "Breaking news:",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    return TinyModels(tmp_path_factory.mktemp("families"))
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny: TinyModels, smollm2: Path) -> Iterator[Fleet]:
+    roots = (smollm2.parent, *(tiny.path(f) for f in FAMILIES))
+    with Fleet(FleetOptions(workers=1, model_roots=roots), report) as fleet:
+        for family in FAMILIES:
+            fleet.load_model(family, tiny.path(family), EXACT)
+        fleet.load_model("smollm2", smollm2, EXACT)
+        yield fleet
+
+
+def generate(fleet: Fleet, model: str, prompts: list[list[int]]) -> list[list[int]]:
+    """All prompts at once."""
+    with Client(fleet.addresses) as client:
+        requests = [client.submit(model, p, GenerateOptions(max_new_tokens=NEW)) for p in prompts]
+        results = [r.result() for r in requests]
+        for r in requests:
+            r.release()
+    return results
+
+
+@torch.inference_mode()
+def assert_greedy(reference: Any, prompt: list[int], answer: list[int]) -> None:
+    assert len(answer) == NEW
+    logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.argmax(-1).tolist()
+    wrong = [i for i, (a, b) in enumerate(zip(answer, expected, strict=True)) if a != b]
+    if wrong:
+        top = logits[wrong[0]].topk(2)
+        pytest.fail(f"token {wrong[0]} is {answer[wrong[0]]}; the reference's best two: {top}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiny_models_of_every_family(fleet: Fleet, tiny: TinyModels, family: str) -> None:
+    prompts = [random_prompt(n, seed=n) for n in (1, 2, 31, 32, 33, 127)]
+    for prompt, answer in zip(prompts, generate(fleet, family, prompts), strict=True):
+        assert_greedy(tiny.reference(family), prompt, answer)
+
+
+def test_smollm2(fleet: Fleet, smollm2: Path) -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    answers = generate(fleet, "smollm2", prompts)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
+    ).eval()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_greedy(reference, prompt, answer)
