@@ -19,11 +19,11 @@ class RopeParams:
 
     kind: str = "default"
     theta: float = 10000.0
-    rotary_dim: int = 0
+    rotary_dim: int = 64
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_positions: int = 0
+    original_max_positions: int = 2048
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -31,6 +31,18 @@ class RopeParams:
     mscale_all_dim: float = 0.0
     is_truncated: bool = True
     divisors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ValueError(f"the rotary dimension must be even and positive, not {self.rotary_dim}")
+        if not (self.theta > 1 and self.factor > 0 and self.original_max_positions > 0):
+            raise ValueError(
+                f"rope base {self.theta}, factor {self.factor}, context {self.original_max_positions}"
+            )
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(f"rope frequency factors {self.low_freq_factor}, {self.high_freq_factor}")
+        if self.divisors and len(self.divisors) != self.rotary_dim // 2:
+            raise ValueError(f"{len(self.divisors)} rope divisors for {self.rotary_dim} dimensions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,24 @@ class Architecture:
     is_tied: bool | None
     window: int | None
     eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_positions",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ValueError(f"{self.num_heads} heads of {self.head_dim} over {self.num_kv_heads} KV heads")
+        if self.rope.rotary_dim > self.head_dim:
+            raise ValueError(f"the rotary dimension {self.rope.rotary_dim} exceeds head_dim {self.head_dim}")
 
     @property
     def num_parameters(self) -> int:

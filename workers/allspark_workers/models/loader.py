@@ -24,6 +24,8 @@ from allspark_workers.models.source import WeightSource, digest_files
 
 logger = logging.getLogger(__name__)
 
+_TABLE_BYTES = 4  # the rotary table is float32
+
 Progress = Callable[[float, str], None]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -58,7 +60,7 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> Model:
     device = _device(config.device)
     dtype = source.dtype if config.dtype == "auto" else _DTYPES[config.dtype]
     max_length = _max_length(config, arch)
-    need = arch.num_parameters * dtype.itemsize
+    need = arch.num_parameters * dtype.itemsize + max_length * arch.rope.rotary_dim * _TABLE_BYTES
     free = free_bytes(device)
     if need > free:
         raise ModelMemoryError(
