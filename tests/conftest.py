@@ -46,8 +46,8 @@ class ValkeyProcess:
                 "",
                 "--appendonly",
                 "yes",
-                # With "everysec" a write waits up to two seconds while the disk is busy, and a kill loses it. These
-                # tests kill the process, not the machine: handing every write to the kernel is enough.
+                # With "everysec" a write waits up to two seconds while the disk is busy, and a kill loses it.
+                # These tests kill the process, not the machine: handing every write to the kernel is enough.
                 "--appendfsync",
                 "no",
             ],
@@ -67,6 +67,15 @@ class ValkeyProcess:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Iterator[ValkeyProcess]:
+    """A server that an area with many small tests may share; not started yet."""
+    with tempfile.TemporaryDirectory() as tmp:
+        server = ValkeyProcess(Path(tmp))
+        yield server
+        server.kill()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,17 @@ from allspark_proto.allspark_service_pb2_grpc import AllSparkStub
 
 EOS = Ending(pb.GenerateFinished, "eos")
 Script = Callable[[fleet.Envelope], fleet.Reply | None]
+
+
+@pytest.fixture
+def valkey(valkey_server: Any) -> Any:
+    """One server for all tests of the gateway, emptied for each, started again if a test killed it."""
+    if valkey_server.process is None:
+        valkey_server.start()
+    with socket.create_connection(("127.0.0.1", valkey_server.port), 10) as s:
+        s.sendall(b"FLUSHALL\r\n")
+        assert s.recv(16) == b"+OK\r\n"
+    return valkey_server
 
 
 class ScriptedBroker:

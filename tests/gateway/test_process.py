@@ -138,7 +138,7 @@ async def test_a_gateway_killed_during_a_get_loses_and_doubles_nothing(
 ) -> None:
     """Kills the gateway that has the reader at every stage of a stream; another one goes on."""
     heir = gateways.client(await gateways.open())
-    num_kills, tokens_per_life = 3, 7
+    num_kills, tokens_per_life = 2, 7
     await producer.admit("u")
     got: list[int] = []
     position = 0
