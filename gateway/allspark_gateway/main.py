@@ -85,10 +85,11 @@ class Gateway:
         await self._readiness.stop()
         drain_s = self._settings.drain_s
         stopping = [asyncio.create_task(listener.stop(drain_s)) for listener in self.listeners]
-        if not await self._in_flight.is_idle_within(min(PARKED_GRACE_S, drain_s / 2)):
+        grace_s = min(PARKED_GRACE_S, drain_s / 2)
+        if not await self._in_flight.is_idle_within(grace_s):
             leaves = GatewayLeaves("this gateway shuts down: ask again, or another one; nothing is lost")
             self._readers.interrupt(leaves, for_good=True)
-            if not await self._in_flight.is_idle_within(drain_s):
+            if not await self._in_flight.is_idle_within(drain_s - grace_s):
                 log.warning("calls still in progress after %g s are cut off", drain_s)
         await asyncio.gather(*[listener.stop(LAST_WRITES_S) for listener in self.listeners])
         await asyncio.gather(*stopping)

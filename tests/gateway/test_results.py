@@ -143,6 +143,21 @@ async def test_get_honours_the_deadline_of_its_call(client: Client, producer: Pr
     assert await client.get(U) == [10], "the abandoned Get took nothing"
 
 
+async def test_a_get_that_waited_takes_nothing_at_the_brink_of_its_deadline(
+    client: Client, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer could be late, and a caller without its own cursor would never see the tokens."""
+    monkeypatch.setattr("allspark_gateway.results.DEADLINE_MARGIN_S", 3600)
+    await producer.admit(U)
+    waiting = asyncio.create_task(client.get(U, timeout_s=1))
+    await producer.until_parked(U)
+    await producer.add(U, 0, 10)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await waiting
+    assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert await client.get(U, timeout_s=1) == [10], "what is there already is answered at once"
+
+
 async def test_a_cancelled_get_takes_nothing(client: Client, producer: Producer) -> None:
     await producer.admit(U)
     waiting = client.stub.Get(UUID)
