@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from allspark_bus.broker_client import BrokerClient, raise_for
@@ -15,18 +15,26 @@ from allspark.cli.console import err, out
 from allspark.cli.settings import StatusSettings
 from allspark.client import AllSparkError, AsyncClient
 
-_MODEL_COLUMNS = ("name", "state", "workers", "queued_requests")
-_WORKER_COLUMNS = ("worker_id", "device", "inflight_requests", "capacity", "draining", "last_seen_s")
-_STAT_COLUMNS = (
-    "model_name",
-    "running_request",
-    "pendding_request",
-    "generate_token_persec",
-    "process_token_persec",
-    "used_span",
-    "free_span",
-    "total_generated_token",
-)
+# Field of the message -> heading.
+_MODEL_COLUMNS = {"name": "model", "state": "state", "workers": "workers", "queued_requests": "waiting"}
+_WORKER_COLUMNS = {
+    "worker_id": "worker",
+    "device": "device",
+    "inflight_requests": "requests",
+    "capacity": "capacity",
+    "draining": "draining",
+    "last_seen_s": "seen s ago",
+}
+_STAT_COLUMNS = {
+    "model_name": "model",
+    "running_request": "running",
+    "pendding_request": "waiting",
+    "generate_token_persec": "tokens/s",
+    "process_token_persec": "prefill/s",
+    "used_span": "used spans",
+    "free_span": "free",
+    "total_generated_token": "generated",
+}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -108,16 +116,16 @@ def show(report: dict[str, Any]) -> None:
             continue
         waiting, running = broker["queued_requests"], broker["inflight_requests"]
         out.print(f"broker {broker['endpoint']}  {waiting} waiting, {running} with workers", markup=False)
-        out.print(_table("models", broker["models"], _MODEL_COLUMNS))
-        out.print(_table("workers", broker["workers"], _WORKER_COLUMNS))
+        out.print(_table(broker["models"], _MODEL_COLUMNS))
+        out.print(_table(broker["workers"], _WORKER_COLUMNS))
     if report["stats"]:
-        out.print(_table("figures", report["stats"], _STAT_COLUMNS))
+        out.print(_table(report["stats"], _STAT_COLUMNS))
 
 
-def _table(title: str, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=None)
-    for column in columns:
-        table.add_column(column)
+def _table(rows: Sequence[dict[str, Any]], columns: Mapping[str, str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in columns.values():
+        table.add_column(heading)
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in columns))
     return table
