@@ -138,6 +138,8 @@ class Wakeups:
         while True:
             message = await connection.read_response(disable_decoding=True)
             self._heard_s = time.monotonic()
+            if not isinstance(message, list):
+                continue  # PONG; while nothing is subscribed it is a plain string, not a message
             kind, channel = message[0], message[1].decode()
             if kind == b"message":
                 self._tell(channel, message[2])

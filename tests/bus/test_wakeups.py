@@ -2,11 +2,11 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from allspark_bus.ledger import Append, Ending, Entry, Ledger, Ttl, now_ms
-from allspark_bus.store import Store
+from allspark_bus.store import Store, pack
 from allspark_bus.wakeups import Wakeups
 
 RID = "default/w-1"
@@ -104,3 +104,39 @@ async def test_a_subscription_that_fell_silent_is_replaced(
     while (published := await hear(heard)) == b"":
         pass  # a slow machine can be silent for three such PINGs again
     assert published == b"1-0"
+
+
+async def test_an_idle_connection_without_subscriptions_survives_its_probes(
+    store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to PING has another form while nothing is subscribed; it once ended the task for good."""
+    monkeypatch.setattr("allspark_bus.wakeups.PING_S", 0.01)
+    monkeypatch.setattr("allspark_bus.wakeups.LINGER_S", 0.0)
+    wakeups = Wakeups(store)
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+    wakeups.join(RID, heard.put_nowait)
+    await hear(heard)
+    wakeups.leave(RID, heard.put_nowait)
+    probes = asyncio.Event()
+    monkeypatch.setattr("allspark_bus.wakeups.pack", _counting(5, probes))
+    await asyncio.wait_for(probes.wait(), 10)
+
+    again = listening(wakeups)
+    assert await hear(again) == b""
+    await ledger.append([Append(RID, "m", 1, 0, (5,))])
+    assert await hear(again) == b"1-0"
+    await wakeups.close()
+
+
+def _counting(wanted: int, reached: asyncio.Event) -> Callable[[list[tuple[str, ...]]], bytes]:
+    """`pack`, which sets the event once so many probes were sent."""
+    seen = 0
+
+    def packing(commands: list[tuple[str, ...]]) -> bytes:
+        nonlocal seen
+        seen += ("PING",) in commands
+        if seen == wanted:
+            reached.set()
+        return pack(commands)
+
+    return packing
