@@ -13,8 +13,9 @@ PIP := $(BIN)/python -m pip
 
 PACKAGES := proto/allspark_proto bus/allspark_bus gateway/allspark_gateway broker/allspark_broker \
             workers/allspark_workers kernels/allspark_kernels client/allspark
-NATIVE := $(shell find kernels/allspark_kernels/native -type f ! -name '*.so' ! -path '*/__pycache__/*' 2>/dev/null)
-INPUTS := pyproject.toml constraints.txt $(wildcard hatch_build.py) $(NATIVE)
+# What an installation is made from: the project file, the pins, the version, and the C kernels that it compiles.
+INPUTS := pyproject.toml constraints.txt proto/allspark_proto/version.py hatch_build.py \
+          kernels/allspark_kernels/native/build.py $(wildcard kernels/allspark_kernels/native/src/*)
 # Bytecode is compiled when a module is first imported: compiling all of torch up front takes a minute.
 INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
            $(PIP) install --quiet --disable-pip-version-check --no-compile

@@ -5,10 +5,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import grpc
+import grpc.aio
 from allspark_bus.broker_client import BrokerClient, raise_for
 from allspark_bus.errors import FleetError
 from allspark_proto import fleet_pb2 as fleet
 from google.protobuf.json_format import MessageToDict
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from rich.table import Table
 
 from allspark.cli.console import err, out
@@ -67,9 +71,24 @@ async def collect(settings: StatusSettings) -> dict[str, Any]:
 async def _ask_gateway(address: str, timeout_s: float) -> dict[str, Any]:
     async with AsyncClient(address, timeout_s=timeout_s, retry_s=timeout_s) as client:
         try:
-            return {"address": address, "version": await client.version()}
+            version = await client.version()
         except AllSparkError as error:
             return {"address": address, "error": str(error)}
+    if not await _is_ready(address, timeout_s):
+        reason = f"gateway {address} is not ready: it does not reach its broker or its store"
+        return {"address": address, "version": version, "error": reason}
+    return {"address": address, "version": version}
+
+
+async def _is_ready(address: str, timeout_s: float) -> bool:
+    """What the gRPC health protocol says; a server that does not speak it is ready when it answers."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = HealthStub(channel)  # its published types know no methods
+        try:
+            reply = await stub.Check(HealthCheckRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is grpc.StatusCode.UNIMPLEMENTED
+        return bool(reply.status == HealthCheckResponse.SERVING)
 
 
 async def _ask_broker(endpoint: str, timeout_s: float) -> dict[str, Any]:
