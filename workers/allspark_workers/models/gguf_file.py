@@ -79,6 +79,8 @@ class GGUFFile:
         if self._name != "llama" or not re.search(r"self_attn\.[qk]_proj\.", name):
             return values
         heads = arch.num_heads if "q_proj" in name else arch.num_kv_heads
+        if values.shape[0] != heads * arch.head_dim:
+            raise ModelIOError(f"{name} of {self.location} has {values.shape[0]} rows, not {heads} heads")
         tail = values.shape[1:]
         paired = values.reshape(heads, values.shape[0] // heads // 2, 2, *tail)
         return paired.transpose(1, 2).reshape(values.shape).contiguous()

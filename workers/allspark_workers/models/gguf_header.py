@@ -92,8 +92,8 @@ class _Parser:
             key = self._string()
             metadata[key] = self._value(self._scalar("<I"))
         infos = [self._tensor_info() for _ in range(num_tensors)]
-        alignment = int(metadata.get("general.alignment", 32))
-        if alignment < 1:
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
             raise GGUFFormatError(f"alignment {alignment}")
         start = -(-self._at // alignment) * alignment
         return GGUFHeader(metadata, {info[0]: self._tensor(start, *info) for info in infos})
@@ -159,7 +159,7 @@ class _Parser:
             raise GGUFFormatError(f"tensor {name} has the unknown type {kind}") from error
         block_size, block_bytes = GGML_QUANT_SIZES[quantisation]
         width, rows = shape[-1], int(np.prod(shape[:-1], dtype=object))
-        if width == 0 or width % block_size:
+        if min(shape) < 1 or width % block_size:
             raise GGUFFormatError(f"tensor {name} has rows of {width}, not whole blocks of {block_size}")
         row_bytes = width // block_size * block_bytes
         at, count = start + offset, rows * row_bytes

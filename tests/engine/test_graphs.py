@@ -1,0 +1,62 @@
+"""The decode path with fixed addresses: on the CPU it is run as it is, on a GPU it is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from allspark_workers.engine.engine import Engine
+from allspark_workers.engine.graphs import buckets
+from allspark_workers.engine.types import EngineRequest
+from engine_helpers import random_prompt, request, run_all
+
+Maker = Callable[..., Engine]
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 8, 32, 100, 256])
+def test_buckets_rise_to_the_batch_limit(max_batch: int) -> None:
+    sizes = buckets(max_batch)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == max_batch
+    assert all(later <= 2 * size for size, later in pairwise(sizes))
+
+
+def requests() -> list[EngineRequest]:
+    """Batches of every size from 1 to 11, greedy and sampled, over several spans."""
+    return [
+        request(f"r{i}", random_prompt(1 + 9 * i, seed=i), 5 + 7 * i, do_sample=i % 2 > 0, seed=i)
+        for i in range(11)
+    ]
+
+
+def test_fixed_addresses_do_not_change_the_tokens(
+    make_engine: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_engine("qwen3", max_batch=11)
+    fixed = make_engine("qwen3", max_batch=11)
+    fixed._runner.capture(fixed.facts.max_length)
+    forward = fixed._runner._forward
+    lengths: list[int] = []
+
+    def count(ops: object, batch: object, is_profiled: bool) -> torch.Tensor:
+        lengths.append(batch.tokens.shape[1] - len(batch.q_lens))
+        return forward(ops, batch, is_profiled)
+
+    monkeypatch.setattr(fixed._runner, "_forward", count)
+    assert run_all(fixed, requests()).tokens == run_all(plain, requests()).tokens
+    assert lengths and max(lengths) > 0 and len(lengths) < 5, "decode steps took the other path"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_gpu_gives_the_same_tokens_captured_alone_and_in_a_crowd(dtype: str, make_engine: Maker) -> None:
+    engine = make_engine("qwen3", device="cuda:0", dtype=dtype, max_batch=11)
+    crowd = run_all(engine, requests())
+    alone = {}
+    for item in requests():
+        alone |= run_all(engine, [item]).tokens
+    assert crowd.tokens == alone
+    engine._runner._graphs = None
+    assert run_all(engine, requests()).tokens == alone, "eager"
