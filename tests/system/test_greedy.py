@@ -76,7 +76,7 @@ def test_tiny_models_of_every_family(fleet: Fleet, tiny: TinyModels, family: str
 
 @pytest.fixture(scope="module")
 def reference(smollm2: Path) -> Any:
-    """transformers' own reading of the GGUF file, without the `accelerate` package that its loader asks for."""
+    """transformers' own reading of the GGUF file; its loader would ask for the `accelerate` package."""
     config = transformers.LlamaConfig(**load_gguf_checkpoint(str(smollm2))["config"])
     model = transformers.LlamaForCausalLM(config).eval()
     loaded = load_gguf_checkpoint(str(smollm2), return_tensors=True, model_to_load=model)
