@@ -36,6 +36,8 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "ask_attention_plan": (I64, [PTR, PTR]),
     "ask_paged_attention": (ctypes.c_int, [PTR, PTR, I64, PTR, PTR, I64, F32, PTR]),
     "ask_sample": (ctypes.c_int, [PTR]),
+    "ask_evaluate_float": (None, [I64, PTR, PTR, I64]),
+    "ask_evaluate_double": (None, [I64, PTR, PTR, I64]),
     "ask_mark_seen": (ctypes.c_int, [PTR, I64, I64, I64, PTR, PTR, I64, I64]),
 }
 

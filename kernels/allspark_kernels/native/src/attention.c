@@ -197,6 +197,7 @@ static int prepare(struct walk *w, struct job *j, int64_t index) {
     w->cache = (struct cache_block){
         j->k_cache,   j->v_cache, j->dtype, s->kv_heads, s->span_size, s->dim,
         s->span_table + w->item.request * s->max_spans, w->item.kv_head,
+        w->position + w->item.rows,
     };
     int64_t state = state_size(s, w->vectors), q = w->vectors * w->dim;
     int64_t block = w->padded * BLOCK, scores = TILE_ROWS * BLOCK;

@@ -44,7 +44,7 @@ struct cache_block {
     const void *k_cache, *v_cache;
     int64_t dtype, kv_heads, span_size, dim;
     const int32_t *spans; /* of the request */
-    int64_t kv_head;
+    int64_t kv_head, end; /* end: keys that exist */
 };
 void load_keys(const struct cache_block *c, int64_t first, int64_t count, float *keys);
 void load_values(const struct cache_block *c, int64_t first, int64_t count, float *values);
