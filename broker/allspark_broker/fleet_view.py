@@ -65,6 +65,14 @@ class EngineStats:
         return total
 
 
+def _progress(name: str, table: WorkerTable) -> float:
+    """How far the workers that are loading a model have come, on average."""
+    loading = [
+        w.models[name].progress for w in table if name in w.models and w.models[name].state == "building"
+    ]
+    return sum(loading) / len(loading) if loading else 0.0
+
+
 def fleet_status(
     models: Mapping[str, ModelRecord],
     table: WorkerTable,
@@ -85,6 +93,7 @@ def fleet_status(
             workers=len(there),
             queued_requests=len(queues[name]) if name in queues else 0,
             generation=record.generation,
+            progress=_progress(name, table),
         )
     for worker in sorted(table, key=lambda w: w.worker_id):
         status.workers.add(

@@ -33,6 +33,7 @@ from allspark_broker.workers import WorkerTable
 log = logging.getLogger(__name__)
 
 MAX_CALLS = 20_000  # envelopes in progress at once; one more is denied
+GOODBYE = "said goodbye"
 REAP_S = 0.25
 REFRESH_S = 1.0
 SWEEP_S = 60.0
@@ -202,7 +203,7 @@ class Broker:
         elif kind == "control_reply":
             self._controls.answer(message.control_reply)
         elif kind == "goodbye":
-            await self._bury(message.worker_id, "said goodbye")
+            await self._bury(message.worker_id, GOODBYE)
 
     async def _on_announce(self, worker_id: str, announce: fleet.Announce) -> None:
         is_new = self._table.get(worker_id) is None
@@ -225,7 +226,9 @@ class Broker:
     async def _bury(self, worker_id: str, why: str) -> None:
         worker = self._table.remove(worker_id)
         if worker is not None:
-            log.warning("worker %s %s; %d request(s) move on", worker_id, why, len(worker.flights))
+            is_routine = why == GOODBYE and not worker.flights
+            level = logging.INFO if is_routine else logging.WARNING
+            log.log(level, "worker %s %s; %d request(s) move on", worker_id, why, len(worker.flights))
             self._stats.retire(worker)
             await self._dispatcher.bury(worker)
             await self._lifecycle.notify()

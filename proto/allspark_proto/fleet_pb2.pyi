@@ -263,6 +263,7 @@ class ModelStatus(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     state: _builtins.str
     """built, running, unloaded, stopped, building, starting, stopping, releasing"""
@@ -270,6 +271,8 @@ class ModelStatus(_message.Message):
     """workers that have it in that state"""
     queued_requests: _builtins.int
     generation: _builtins.int
+    progress: _builtins.float
+    """0..1: mean over the workers that are loading it; 0 when none is"""
     def __init__(
         self,
         *,
@@ -278,10 +281,11 @@ class ModelStatus(_message.Message):
         workers: _builtins.int = ...,
         queued_requests: _builtins.int = ...,
         generation: _builtins.int = ...,
+        progress: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "name", b"name", "queued_requests", b"queued_requests", "state", b"state", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "name", b"name", "progress", b"progress", "queued_requests", b"queued_requests", "state", b"state", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

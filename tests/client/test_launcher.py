@@ -210,7 +210,8 @@ def test_store_keeps_its_data_over_a_kill_and_a_new_fleet(tmp_path: Path) -> Non
 def test_one_fleet_per_data_directory(tmp_path: Path) -> None:
     held = lock_directory(tmp_path)
     fleet = StoreOnly(FleetOptions(data_dir=tmp_path))
-    with pytest.raises(LaunchError, match=f"in use by process {os.getpid()}; name another one with --data-dir"):
+    owner = f"in use by process {os.getpid()}; name another one with --data-dir"
+    with pytest.raises(LaunchError, match=owner):
         fleet.start()
     held.close()
     fleet.stop()

@@ -3,19 +3,20 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from allspark.cli.console import activity, err
+from allspark.cli.console import err
 from allspark.cli.errors import CommandError
+from allspark.cli.loading import loading_bar
 from allspark.cli.models import LocalModel
 from allspark.cli.settings import FleetSettings
 from allspark.client import AllSparkError, ModelOptions
 from allspark.launcher import Fleet
+from rich.text import Text
 
 
 def show_line(name: str, line: str) -> None:
     """A line of one of the processes; the store's own chatter is kept for error messages."""
     if name != "store":
-        err.print(f"[dim]{name} |[/dim] ", end="")
-        err.print(line, markup=False, soft_wrap=True)
+        err.print(Text.assemble((f"{name} | ", "dim"), line), soft_wrap=True)
 
 
 def common_args(settings: FleetSettings, config: Path | None) -> tuple[str, ...]:
@@ -38,7 +39,7 @@ def load_models(fleet: Fleet, models: Sequence[LocalModel], options: ModelOption
     """Build and start models one after the other, with a bar for each."""
     for model in models:
         try:
-            with activity(f"loading {model.name}"):
+            with loading_bar(model.name, fleet.frontends):
                 fleet.load_model(model.name, model.path, options)
         except AllSparkError as error:
             raise CommandError(f"model {model.name} ({model.path}) could not be loaded: {error}") from error
