@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.text import Text
+
 from allspark.cli.console import err
 from allspark.cli.errors import CommandError
 from allspark.cli.loading import loading_bar
@@ -10,7 +12,6 @@ from allspark.cli.models import LocalModel
 from allspark.cli.settings import FleetSettings
 from allspark.client import AllSparkError, ModelOptions
 from allspark.launcher import Fleet
-from rich.text import Text
 
 
 def show_line(name: str, line: str) -> None:
