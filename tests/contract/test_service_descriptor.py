@@ -1,12 +1,11 @@
 """The service descriptor equals the interface listing: every method, field name, number, type, enum value.
 
-The listing is the customer's text; where it is not at hand (it is not part of this repository) its facts below are
-what the descriptor is compared with.
+The listing is the customer's text; where it is not at hand (it is not part of this repository) its facts
+below are what the descriptor is compared with.
 """
 
-from google.protobuf.descriptor import FieldDescriptor as F
-
 from allspark_proto import allspark_service_pb2 as pb
+from google.protobuf.descriptor import FieldDescriptor as F
 
 S = pb.DESCRIPTOR
 
@@ -136,8 +135,6 @@ def test_messages() -> None:
 
 
 def test_enums() -> None:
-    got = {
-        name: [f"{v.name}={v.number}" for v in enum.values] for name, enum in S.enum_types_by_name.items()
-    }
+    got = {name: [f"{v.name}={v.number}" for v in enum.values] for name, enum in S.enum_types_by_name.items()}
     expected = {line.partition(":")[0]: line.partition(":")[2].split() for line in _lines(ENUMS)}
     assert got == expected
