@@ -1,5 +1,10 @@
 """Triton implementations, for CUDA devices (and, under TRITON_INTERPRET=1, for CPU tensors in tests)."""
 
+import os
+
+# Triton changes this default between versions; kernels must round alike in all of them.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
 from .activation import silu_mul
 from .attention import paged_attention
 from .attention_plan import prepare_plan

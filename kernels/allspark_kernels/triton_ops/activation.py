@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .variant import AOT_DTYPES, Variant
+from .variant import Variant
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -31,7 +31,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def variants() -> list[Variant]:
+def variants(_arch: str) -> list[Variant]:
     """Compilations to check: each dtype."""
     return [
         Variant(
@@ -42,5 +42,5 @@ def variants() -> list[Variant]:
             num_warps=NUM_WARPS,
             aligned=("width",),
         )
-        for dtype in AOT_DTYPES
+        for dtype in ("bf16", "fp32")
     ]

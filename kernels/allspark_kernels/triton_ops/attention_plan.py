@@ -12,6 +12,7 @@ from .variant import next_power_of_2
 # Keys of one split of a decode row. Fixed, because it decides how sums are grouped.
 SPLIT_KEYS = 256
 MIN_DOT_ROWS = 16
+TILE_ROWS = 64
 PROGRAMS_PER_PROCESSOR = 4
 INTERPRETER_PROCESSORS = 2
 ALIGN_INTS = 4
@@ -62,7 +63,7 @@ def prepare_plan(plan: AttentionPlan) -> DeviceWork:
     decode = _decode_rows(plan)
     first, items = _split_rows(decode[:, 2])
     rows = np.column_stack((decode, first))
-    tiles = _prefill_tiles(plan, prefill_rows(ratio, plan.head_dim) // ratio)
+    tiles = _prefill_tiles(plan, tile_rows(ratio) // ratio)
     counts = np.array([len(items)], np.int32)
     lists = _upload([counts, rows, items, tiles, plan.span_table], plan.device)
     return DeviceWork(
@@ -73,9 +74,9 @@ def prepare_plan(plan: AttentionPlan) -> DeviceWork:
     )
 
 
-def prefill_rows(ratio: int, head_dim: int) -> int:
-    """Rows of a prefill tile: query tokens times the query heads that share a KV head."""
-    return max(128 if head_dim <= 128 else 64, next_power_of_2(ratio))
+def tile_rows(ratio: int) -> int:
+    """Rows of a prefill tile: query tokens times the ``ratio`` query heads that share a KV head."""
+    return max(TILE_ROWS, next_power_of_2(ratio))
 
 
 def _prepare_reserved(plan: AttentionPlan) -> DeviceWork:

@@ -7,14 +7,16 @@ kernel folds a row's splits in order. Split length and order are fixed: a row's 
 keys only.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..plan import AttentionPlan
 from .attention_plan import MIN_DOT_ROWS, SPLIT_KEYS, DecodeWork, DeviceWork
-from .dot import dot
-from .variant import AOT_DTYPES, Variant, next_power_of_2, pipeline_depth
+from .product import AOT_DTYPES, SUM, product_constants
+from .variant import Variant, arch_of, next_power_of_2
 
 BLOCK_KEYS = 64
 MERGE_BLOCK = 16
@@ -45,6 +47,8 @@ def decode_split_kernel(
     SPAN_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
     dims = tl.arange(0, DIM_BLOCK)
@@ -53,6 +57,7 @@ def decode_split_kernel(
     is_head = group < RATIO
     heads = kv_head * RATIO + group
     keys = tl.arange(0, BLOCK)
+    zero = tl.zeros((RATIO_BLOCK, BLOCK), SUM)
     num_items = tl.load(counts_ptr)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         row = tl.load(items_ptr + item * 2)
@@ -61,7 +66,7 @@ def decode_split_kernel(
         table = span_table_ptr + tl.load(rows_ptr + row * 4 + 1).to(tl.int64) * table_stride
         end = tl.minimum(tl.load(rows_ptr + row * 4 + 2), start + SPLIT)
         q_where = token * q_stride + heads[:, None] * DIM + dims[None, :]
-        q = tl.load(q_ptr + q_where, mask=is_head[:, None] & is_dim[None, :], other=0.0)
+        q = tl.load(q_ptr + q_where, mask=is_head[:, None] & is_dim[None, :], other=0.0).to(OPERAND)
         top = tl.full((RATIO_BLOCK,), float("-inf"), tl.float32)
         total = tl.zeros((RATIO_BLOCK,), tl.float32)
         sums = tl.zeros((RATIO_BLOCK, DIM_BLOCK), tl.float32)
@@ -71,15 +76,16 @@ def decode_split_kernel(
             span = tl.load(table + position // SPAN_SIZE, mask=is_key, other=0).to(tl.int64)
             cached = ((span * NUM_KV_HEADS + kv_head) * SPAN_SIZE + position % SPAN_SIZE) * DIM
             mask = is_key[:, None] & is_dim[None, :]
-            k = tl.load(k_cache_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
-            v = tl.load(v_cache_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
-            scores = dot(q, tl.trans(k), tl.zeros((RATIO_BLOCK, BLOCK), tl.float32))
+            k = tl.load(k_cache_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(OPERAND)
+            v = tl.load(v_cache_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(OPERAND)
+            scores = tl.dot(q, tl.trans(k), zero, input_precision=PRECISION).to(tl.float32)
             scores = tl.where(is_key[None, :], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, axis=1))
-            weights = tl.exp2(tl.fma(scores, scale, -(new_top * scale)[:, None]))
-            decay = tl.exp2(tl.fma(top, scale, -(new_top * scale)))
+            weights = tl.exp2((scores - new_top[:, None]) * scale)
+            decay = tl.exp2((top - new_top) * scale)
             total = tl.fma(total, decay, tl.sum(weights, axis=1))
-            sums = dot(weights.to(v.dtype), v, sums * decay[:, None])
+            kept = (sums * decay[:, None]).to(SUM)
+            sums = tl.dot(weights.to(OPERAND), v, kept, input_precision=PRECISION).to(tl.float32)
             top = new_top
         out = item * (NUM_KV_HEADS * RATIO) + heads.to(tl.int64)
         tl.store(tops_ptr + out, top * scale, mask=is_head)
@@ -129,18 +135,24 @@ def decode_merge_kernel(
     tl.store(out_ptr + where, result.to(out_ptr.dtype.element_ty), mask=is_dim)
 
 
-def _config(is_float32: bool, head_dim: int, ratio: int) -> tuple[dict[str, int], int, int]:
-    """Constants, warps and stages of the split kernel."""
+def _config(
+    arch: str, dtype: torch.dtype, head_dim: int, ratio: int
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Constants and launch options of the split kernel: as many keys a step as registers hold."""
+    is_float32 = dtype == torch.float32
     dim_block = max(16, next_power_of_2(head_dim))
+    block = BLOCK_KEYS // 2 if is_float32 else BLOCK_KEYS
     constants = {
         "RATIO": ratio,
         "RATIO_BLOCK": max(MIN_DOT_ROWS, next_power_of_2(ratio)),
         "DIM": head_dim,
         "DIM_BLOCK": dim_block,
         "SPLIT": SPLIT_KEYS,
-        "BLOCK": BLOCK_KEYS // 2 if is_float32 or dim_block > 128 else BLOCK_KEYS,
+        "BLOCK": block // 2 if dim_block > 128 else block,
+        **product_constants(arch, dtype),
     }
-    return constants, 4, 2 if is_float32 else 3
+    is_deep = not is_float32 and not arch.startswith("gfx")
+    return constants, {"num_warps": 8 if is_float32 else 4, "num_stages": 3 if is_deep else 2}
 
 
 def decode_attention(
@@ -156,7 +168,7 @@ def decode_attention(
     work = state.decode
     assert work is not None
     ratio = plan.num_q_heads // plan.num_kv_heads
-    constants, num_warps, num_stages = _config(q.dtype == torch.float32, plan.head_dim, ratio)
+    constants, options = _config(arch_of(q.device), q.dtype, plan.head_dim, ratio)
     if work.num_programs:
         decode_split_kernel[(work.num_programs, plan.num_kv_heads)](
             q,
@@ -175,8 +187,7 @@ def decode_attention(
             NUM_KV_HEADS=plan.num_kv_heads,
             SPAN_SIZE=plan.span_size,
             **constants,
-            num_warps=num_warps,
-            num_stages=pipeline_depth(num_stages),
+            **options,
         )
     _merge(work, plan, constants["DIM_BLOCK"], out)
 
@@ -197,52 +208,48 @@ def _merge(work: DecodeWork, plan: AttentionPlan, dim_block: int, out: torch.Ten
     )
 
 
-# Query heads per KV head, KV heads, head size, span size.
-AOT_SHAPES = ((3, 3, 64, 32), (8, 8, 128, 32), (1, 32, 80, 16), (4, 8, 256, 128))
+# dtype, query heads per KV head, KV heads, head size, span size.
+AOT_SHAPES = (
+    ("bf16", 3, 3, 64, 32),
+    ("bf16", 8, 8, 128, 32),
+    ("bf16", 1, 32, 80, 16),
+    ("bf16", 4, 8, 256, 128),
+    ("fp16", 8, 8, 128, 16),
+    ("fp32", 3, 3, 64, 32),
+    ("fp32", 8, 8, 128, 32),
+    ("fp32", 4, 8, 256, 128),
+)
+WORK_TYPES = {"rows_ptr": "*i32", "sums_ptr": "*fp32", "tops_ptr": "*fp32", "totals_ptr": "*fp32"}
 
 
-def variants() -> list[Variant]:
+def variants(arch: str) -> list[Variant]:
     """Compilations to check: each dtype and typical head shapes."""
     found = []
-    for dtype in AOT_DTYPES:
-        for ratio, kv_heads, dim, span_size in AOT_SHAPES:
-            constants, num_warps, num_stages = _config(dtype == "fp32", dim, ratio)
-            shape = f"{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size}"
-            work = {"rows_ptr": "*i32", "sums_ptr": "*fp32", "tops_ptr": "*fp32", "totals_ptr": "*fp32"}
-            lists = {"items_ptr": "*i32", "counts_ptr": "*i32", "span_table_ptr": "*i32"}
-            tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}")
-            found.append(
-                Variant(
-                    name=f"decode_split[{shape}]",
-                    kernel=decode_split_kernel,
-                    types={
-                        **tensors,
-                        **work,
-                        **lists,
-                        "q_stride": "i32",
-                        "table_stride": "i32",
-                        "scale": "fp32",
-                    },
-                    constants={**constants, "NUM_KV_HEADS": kv_heads, "SPAN_SIZE": span_size},
-                    num_warps=num_warps,
-                    num_stages=num_stages,
-                    is_matrix_product=dtype != "fp32",
-                    aligned=("q_stride",),
-                )
+    lists = {"items_ptr": "*i32", "counts_ptr": "*i32", "span_table_ptr": "*i32"}
+    sizes = {"q_stride": "i32", "table_stride": "i32", "scale": "fp32"}
+    for dtype, ratio, kv_heads, dim, span_size in AOT_SHAPES:
+        constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio)
+        tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}")
+        found.append(
+            Variant(
+                name=f"decode_split[{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size}]",
+                kernel=decode_split_kernel,
+                types={**tensors, **WORK_TYPES, **lists, **sizes},
+                constants={**constants, "NUM_KV_HEADS": kv_heads, "SPAN_SIZE": span_size},
+                **options,
+                is_matrix_product=True,
+                aligned=("q_stride",),
             )
-            found.append(
-                Variant(
-                    name=f"decode_merge[{shape}]",
-                    kernel=decode_merge_kernel,
-                    types={**work, "out_ptr": f"*{dtype}"},
-                    constants={
-                        "NUM_HEADS": ratio * kv_heads,
-                        "DIM": dim,
-                        "DIM_BLOCK": constants["DIM_BLOCK"],
-                        "SPLIT": SPLIT_KEYS,
-                        "BLOCK": MERGE_BLOCK,
-                    },
-                    num_warps=MERGE_WARPS,
-                )
-            )
-    return found
+        )
+    return found + [_merge_variant(dim) for dim in (64, 80, 256)]
+
+
+def _merge_variant(dim: int) -> Variant:
+    tile = {"DIM": dim, "DIM_BLOCK": next_power_of_2(dim), "SPLIT": SPLIT_KEYS, "BLOCK": MERGE_BLOCK}
+    return Variant(
+        name=f"decode_merge[bf16,D={dim}]",
+        kernel=decode_merge_kernel,
+        types={**WORK_TYPES, "out_ptr": "*bf16"},
+        constants={**tile, "NUM_HEADS": 32},
+        num_warps=MERGE_WARPS,
+    )

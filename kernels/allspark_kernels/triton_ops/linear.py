@@ -6,22 +6,36 @@ every split its own program (that is what fills a GPU when there are few rows) a
 the parts in the same order. Tile height is the only thing that varies, and it does not enter any sum.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..types import PackedLinear
-from .dot import dot
-from .variant import AOT_DTYPES, Variant, pipeline_depth
+from .product import AOT_DTYPES, SUM, product_constants
+from .variant import Variant, arch_of
 
 # Up to this many rows every split of K gets its own program.
 FEW_ROWS = 64
 GROUP_ROWS = 8
+# Length of a split of K. It decides how sums are grouped.
+SPLIT_K = 1024
 
 
 @triton.jit
 def _split_sum(
-    x_rows, w_rows, row_mask, column_mask, start, K, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, acc
+    x_rows,
+    w_rows,
+    row_mask,
+    column_mask,
+    start,
+    K,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    acc,
 ):
     """Sum of x w^T over K in [start, start + SPLIT_K), in blocks of BLOCK_K."""
     ks = tl.arange(0, BLOCK_K)
@@ -29,7 +43,8 @@ def _split_sum(
         inside = k + ks < K
         x = tl.load(x_rows + (k + ks)[None, :], mask=row_mask[:, None] & inside[None, :], other=0.0)
         w = tl.load(w_rows + (k + ks)[:, None], mask=inside[:, None] & column_mask[None, :], other=0.0)
-        acc = dot(x, w.to(x.dtype), acc)
+        part = tl.dot(x.to(OPERAND), w.to(OPERAND), acc.to(SUM), input_precision=PRECISION)
+        acc = part.to(tl.float32)
     return acc
 
 
@@ -46,6 +61,8 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -67,12 +84,28 @@ def linear_kernel(
     zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if IS_PARTIAL:
         split = tl.program_id(1)
-        part = _split_sum(x_rows, w_rows, row_mask, column_mask, split * SPLIT_K, K, BLOCK_K, SPLIT_K, zero)
+        part = _split_sum(
+            x_rows,
+            w_rows,
+            row_mask,
+            column_mask,
+            split * SPLIT_K,
+            K,
+            BLOCK_K,
+            SPLIT_K,
+            OPERAND,
+            PRECISION,
+            zero,
+        )
         tl.store(out_ptr + split.to(tl.int64) * M * N + where, part, mask=mask)
     else:
-        total = _split_sum(x_rows, w_rows, row_mask, column_mask, 0, K, BLOCK_K, SPLIT_K, zero)
+        total = _split_sum(
+            x_rows, w_rows, row_mask, column_mask, 0, K, BLOCK_K, SPLIT_K, OPERAND, PRECISION, zero
+        )
         for start in range(SPLIT_K, K, SPLIT_K):
-            total += _split_sum(x_rows, w_rows, row_mask, column_mask, start, K, BLOCK_K, SPLIT_K, zero)
+            total += _split_sum(
+                x_rows, w_rows, row_mask, column_mask, start, K, BLOCK_K, SPLIT_K, OPERAND, PRECISION, zero
+            )
         if HAS_BIAS:
             total += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
         tl.store(out_ptr + where, total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -99,14 +132,18 @@ REDUCE_BLOCK = 1024
 REDUCE_WARPS = 4
 
 
-def _config(is_float32: bool, few_rows: bool) -> tuple[dict[str, int], int, int]:
-    """Tile, warps and stages. BLOCK_N, BLOCK_K and SPLIT_K are the same for every number of rows."""
-    if is_float32:
-        return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "SPLIT_K": 1024, "GROUP": GROUP_ROWS}, 4, 2
-    # One warp group of a Hopper GPU multiplies 64 rows: 4 warps take 64, 8 warps take 128.
-    block_m, num_warps, num_stages = (64, 4, 4) if few_rows else (128, 8, 3)
-    tile = {"BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 64, "SPLIT_K": 1024, "GROUP": GROUP_ROWS}
-    return tile, num_warps, num_stages
+def _config(arch: str, dtype: torch.dtype, few_rows: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    """Constants and launch options. BLOCK_N, BLOCK_K and SPLIT_K are the same for every number of rows."""
+    if dtype == torch.float32:
+        shape, options = (64, 64, 16), {"num_warps": 4, "num_stages": 2}
+    else:
+        # One warp group of a Hopper GPU multiplies 64 rows: 4 warps take 64, 8 warps take 128.
+        shape = (64, 128, 64) if few_rows else (128, 128, 64)
+        stages = 2 if arch.startswith("gfx") else 4 if few_rows else 3
+        options = {"num_warps": 4 if few_rows else 8, "num_stages": stages}
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
+    constants = dict(zip(names, shape, strict=True))
+    return {**constants, "SPLIT_K": SPLIT_K, "GROUP": GROUP_ROWS, **product_constants(arch, dtype)}, options
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
@@ -140,12 +177,11 @@ def linear(x: torch.Tensor, w: PackedLinear, out: torch.Tensor | None) -> torch.
     if m == 0:
         return out
     few_rows = m <= FEW_ROWS
-    tile, num_warps, num_stages = _config(x.dtype == torch.float32, few_rows)
+    tile, options = _config(arch_of(x.device), x.dtype, few_rows)
     tiles = triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"])
     num_splits = triton.cdiv(k, tile["SPLIT_K"])
     has_bias = w.bias is not None
     bias = w.bias if w.bias is not None else w.layout
-    options = {"num_warps": num_warps, "num_stages": pipeline_depth(num_stages)}
     if not few_rows or num_splits == 1:
         linear_kernel[(tiles,)](
             x, w.layout, bias, out, m, n, k, **tile, IS_PARTIAL=False, HAS_BIAS=has_bias, **options
@@ -161,45 +197,38 @@ def linear(x: torch.Tensor, w: PackedLinear, out: torch.Tensor | None) -> torch.
     return out
 
 
-def variants() -> list[Variant]:
+# Few rows, partial sums, bias.
+AOT_LAUNCHES = ((False, False, True), (True, False, True), (True, True, False))
+
+
+def variants(arch: str) -> list[Variant]:
     """Compilations to check: each dtype, many and few rows, and the sum over the splits."""
     found = []
-    for dtype in AOT_DTYPES:
+    for dtype, launches in (("bf16", AOT_LAUNCHES), ("fp16", AOT_LAUNCHES[:1]), ("fp32", AOT_LAUNCHES[1:])):
         types = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr"), f"*{dtype}")
         types |= {"M": "i32", "N": "i32", "K": "i32"}
-        for few_rows, is_partial, has_bias in (
-            (False, False, True),
-            (True, False, True),
-            (True, True, False),
-        ):
-            tile, num_warps, num_stages = _config(dtype == "fp32", few_rows)
+        for few_rows, is_partial, has_bias in launches:
+            tile, options = _config(arch, AOT_DTYPES[dtype], few_rows)
             found.append(
                 Variant(
                     name=f"linear[{dtype},BLOCK_M={tile['BLOCK_M']},partial={is_partial}]",
                     kernel=linear_kernel,
                     types={**types, "out_ptr": "*fp32" if is_partial else f"*{dtype}"},
                     constants={**tile, "IS_PARTIAL": is_partial, "HAS_BIAS": has_bias},
-                    num_warps=num_warps,
-                    num_stages=num_stages,
-                    is_matrix_product=dtype != "fp32",
+                    **options,
+                    is_matrix_product=True,
                     aligned=("N", "K"),
                 )
             )
-        found.append(
-            Variant(
-                name=f"linear_reduce[{dtype}]",
-                kernel=linear_reduce_kernel,
-                types={
-                    "parts_ptr": "*fp32",
-                    "bias_ptr": f"*{dtype}",
-                    "out_ptr": f"*{dtype}",
-                    "N": "i32",
-                    "part_stride": "i32",
-                    "num_splits": "i32",
-                },
-                constants={"BLOCK": REDUCE_BLOCK, "HAS_BIAS": True},
-                num_warps=REDUCE_WARPS,
-                aligned=("N", "part_stride"),
-            )
+    sizes = {"N": "i32", "part_stride": "i32", "num_splits": "i32"}
+    found.append(
+        Variant(
+            name="linear_reduce[bf16]",
+            kernel=linear_reduce_kernel,
+            types={"parts_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16", **sizes},
+            constants={"BLOCK": REDUCE_BLOCK, "HAS_BIAS": True},
+            num_warps=REDUCE_WARPS,
+            aligned=("N", "part_stride"),
         )
+    )
     return found

@@ -6,15 +6,17 @@ position 0, whichever tile or chunk it stands in; a block past the row's own pos
 it (weights 0, decay 1). So the cut into chunks does not show in the result.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..plan import AttentionPlan
-from .attention_plan import DeviceWork, prefill_rows
+from .attention_plan import DeviceWork, tile_rows
 from .decode_attention import AOT_SHAPES, LOG2_E
-from .dot import dot
-from .variant import AOT_DTYPES, Variant, next_power_of_2, pipeline_depth
+from .product import AOT_DTYPES, SUM, product_constants
+from .variant import Variant, arch_of, next_power_of_2
 
 
 @triton.jit
@@ -37,28 +39,32 @@ def _attend(
     DIM_BLOCK: tl.constexpr,
     SPAN_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """Online softmax over the keys [begin, end). Products and sums are the same with and without mask."""
     keys = tl.arange(0, BLOCK)
     dims = tl.arange(0, DIM_BLOCK)
+    zero = tl.zeros((ROWS, BLOCK), SUM)
     for block in range(begin, end, BLOCK):
         position = block + keys
         is_key = position < num_keys
         span = tl.load(table + position // SPAN_SIZE, mask=is_key, other=0).to(tl.int64)
         cached = span * span_stride + (position % SPAN_SIZE) * DIM
         mask = is_key[:, None] & (dims < DIM)[None, :]
-        k = tl.load(k_head_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(v_head_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
-        scores = dot(q, tl.trans(k), tl.zeros((ROWS, BLOCK), tl.float32))
+        k = tl.load(k_head_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(OPERAND)
+        v = tl.load(v_head_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(OPERAND)
+        scores = tl.dot(q, tl.trans(k), zero, input_precision=PRECISION).to(tl.float32)
         if IS_MASKED:
             scores = tl.where(position[None, :] <= row_position[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
-        # Explicit fused operations: both variants of this loop must round alike.
-        weights = tl.exp2(tl.fma(scores, scale, -(new_top * scale)[:, None]))
-        decay = tl.exp2(tl.fma(top, scale, -(new_top * scale)))
+        # Subtract first: where the top stays, the decay is then exactly 1 and the block changes nothing.
+        weights = tl.exp2((scores - new_top[:, None]) * scale)
+        decay = tl.exp2((top - new_top) * scale)
         total = tl.fma(total, decay, tl.sum(weights, axis=1))
-        sums = dot(weights.to(v.dtype), v, sums * decay[:, None])
+        kept = (sums * decay[:, None]).to(SUM)
+        sums = tl.dot(weights.to(OPERAND), v, kept, input_precision=PRECISION).to(tl.float32)
         top = new_top
     return sums, top, total
 
@@ -81,24 +87,30 @@ def prefill_kernel(
     SPAN_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first_token = tl.load(tiles_ptr + tile * 4).to(tl.int64)
     num_tokens = tl.load(tiles_ptr + tile * 4 + 1)
     table = span_table_ptr + tl.load(tiles_ptr + tile * 4 + 2).to(tl.int64) * table_stride
     first_position = tl.load(tiles_ptr + tile * 4 + 3)
-    rows = tl.arange(0, ROWS)
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    first_index = tl.program_id(2) * ROWS // RATIO
+    if first_index >= num_tokens:
+        return
+    last_index = tl.minimum((tl.program_id(2) * ROWS + ROWS - 1) // RATIO, num_tokens - 1)
     dims = tl.arange(0, DIM_BLOCK)
     index = rows // RATIO
     head = kv_head * RATIO + rows % RATIO
     mask = (index < num_tokens)[:, None] & (dims < DIM)[None, :]
     token = first_token + index
     q_where = token[:, None] * q_stride + (head * DIM)[:, None] + dims[None, :]
-    q = tl.load(q_ptr + q_where, mask=mask, other=0.0)
+    q = tl.load(q_ptr + q_where, mask=mask, other=0.0).to(OPERAND)
     # Rows past the tile's end repeat its last position, so that they see a key and stay finite.
-    row_position = first_position + tl.minimum(index, num_tokens - 1)
-    num_keys = first_position + num_tokens
-    all_visible = (first_position + 1) // BLOCK * BLOCK
+    row_position = first_position + tl.minimum(index, last_index)
+    num_keys = first_position + last_index + 1
+    all_visible = (first_position + first_index + 1) // BLOCK * BLOCK
     span_stride: tl.constexpr = NUM_KV_HEADS * SPAN_SIZE * DIM
     k_head_ptr = k_cache_ptr + kv_head * SPAN_SIZE * DIM
     v_head_ptr = v_cache_ptr + kv_head * SPAN_SIZE * DIM
@@ -107,28 +119,36 @@ def prefill_kernel(
     sums = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
     sums, top, total = _attend(
         q, sums, top, total, row_position, k_head_ptr, v_head_ptr, table, 0, all_visible, num_keys, scale,
-        span_stride, ROWS, DIM, DIM_BLOCK, SPAN_SIZE, BLOCK, False,
+        span_stride, ROWS, DIM, DIM_BLOCK, SPAN_SIZE, BLOCK, OPERAND, PRECISION, False,
     )  # fmt: skip
     sums, top, total = _attend(
         q, sums, top, total, row_position, k_head_ptr, v_head_ptr, table, all_visible, num_keys, num_keys,
-        scale, span_stride, ROWS, DIM, DIM_BLOCK, SPAN_SIZE, BLOCK, True,
+        scale, span_stride, ROWS, DIM, DIM_BLOCK, SPAN_SIZE, BLOCK, OPERAND, PRECISION, True,
     )  # fmt: skip
     out_where = (token[:, None] * (NUM_KV_HEADS * RATIO) + head[:, None]) * DIM + dims[None, :]
     tl.store(out_ptr + out_where, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _config(is_float32: bool, head_dim: int, ratio: int) -> tuple[dict[str, int], int, int]:
-    """Constants, warps and stages."""
+def _config(
+    arch: str, dtype: torch.dtype, head_dim: int, ratio: int
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Constants and launch options: as many rows and keys a step as registers hold."""
+    is_float32 = dtype == torch.float32
     dim_block = max(16, next_power_of_2(head_dim))
-    rows = prefill_rows(ratio, head_dim)
+    rows, block, num_warps = 64, 64 if dim_block <= 64 or arch == "sm_90" else 32, 4
+    if dim_block > 128:
+        block, num_warps = 32, 8
+    if is_float32:
+        rows, block, num_warps = 16, 16 if dim_block > 128 else 32, 8
     constants = {
         "RATIO": ratio,
         "DIM": head_dim,
         "DIM_BLOCK": dim_block,
         "ROWS": rows,
-        "BLOCK": 32 if is_float32 or dim_block > 128 else 64,
+        "BLOCK": block,
+        **product_constants(arch, dtype),
     }
-    return constants, 8, 2
+    return constants, {"num_warps": num_warps, "num_stages": 2}
 
 
 def prefill_attention(
@@ -144,8 +164,9 @@ def prefill_attention(
     work = state.prefill
     assert work is not None
     ratio = plan.num_q_heads // plan.num_kv_heads
-    constants, num_warps, num_stages = _config(q.dtype == torch.float32, plan.head_dim, ratio)
-    prefill_kernel[(work.num_tiles, plan.num_kv_heads)](
+    constants, options = _config(arch_of(q.device), q.dtype, plan.head_dim, ratio)
+    grid = (work.num_tiles, plan.num_kv_heads, tile_rows(ratio) // constants["ROWS"])
+    prefill_kernel[grid](
         q,
         k_cache,
         v_cache,
@@ -158,29 +179,27 @@ def prefill_attention(
         NUM_KV_HEADS=plan.num_kv_heads,
         SPAN_SIZE=plan.span_size,
         **constants,
-        num_warps=num_warps,
-        num_stages=pipeline_depth(num_stages),
+        **options,
     )
 
 
-def variants() -> list[Variant]:
+def variants(arch: str) -> list[Variant]:
     """Compilations to check: each dtype and typical head shapes."""
     found = []
-    for dtype in AOT_DTYPES:
-        for ratio, kv_heads, dim, span_size in AOT_SHAPES:
-            constants, num_warps, num_stages = _config(dtype == "fp32", dim, ratio)
-            tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), f"*{dtype}")
-            lists = {"tiles_ptr": "*i32", "span_table_ptr": "*i32"}
-            found.append(
-                Variant(
-                    name=f"prefill[{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size}]",
-                    kernel=prefill_kernel,
-                    types={**tensors, **lists, "q_stride": "i32", "table_stride": "i32", "scale": "fp32"},
-                    constants={**constants, "NUM_KV_HEADS": kv_heads, "SPAN_SIZE": span_size},
-                    num_warps=num_warps,
-                    num_stages=num_stages,
-                    is_matrix_product=dtype != "fp32",
-                    aligned=("q_stride",),
-                )
+    lists = {"tiles_ptr": "*i32", "span_table_ptr": "*i32"}
+    sizes = {"q_stride": "i32", "table_stride": "i32", "scale": "fp32"}
+    for dtype, ratio, kv_heads, dim, span_size in AOT_SHAPES:
+        constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio)
+        tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), f"*{dtype}")
+        found.append(
+            Variant(
+                name=f"prefill[{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size}]",
+                kernel=prefill_kernel,
+                types={**tensors, **lists, **sizes},
+                constants={**constants, "NUM_KV_HEADS": kv_heads, "SPAN_SIZE": span_size},
+                **options,
+                is_matrix_product=True,
+                aligned=("q_stride",),
             )
+        )
     return found

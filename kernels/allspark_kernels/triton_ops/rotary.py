@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .variant import AOT_DTYPES, Variant, next_power_of_2
+from .variant import Variant, next_power_of_2
 
 NUM_WARPS = 4
 # Heads times dimensions of one program's tile.
@@ -53,10 +53,10 @@ def rotary_kv_write_kernel(
     cos = tl.load(angles, mask=pairs < HALF, other=0.0)[None, :]
     sin = tl.load(angles + HALF, mask=pairs < HALF, other=0.0)[None, :]
     if group < Q_GROUPS:
-        heads = group * HEADS + tl.arange(0, HEADS)
-        mask = (heads < NUM_Q_HEADS)[:, None] & (pairs < HALF)[None, :]
-        where = token * q_stride + heads[:, None] * DIM + pairs[None, :]
-        _turn(q_ptr, q_ptr, where, where, mask, cos, sin, HALF)
+        q_heads = group * HEADS + tl.arange(0, HEADS)
+        q_mask = (q_heads < NUM_Q_HEADS)[:, None] & (pairs < HALF)[None, :]
+        q_where = token * q_stride + q_heads[:, None] * DIM + pairs[None, :]
+        _turn(q_ptr, q_ptr, q_where, q_where, q_mask, cos, sin, HALF)
     else:
         slot = tl.load(slots_ptr + token)
         heads = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
@@ -64,15 +64,15 @@ def rotary_kv_write_kernel(
         span, offset = slot // SPAN_SIZE, slot % SPAN_SIZE
         cached = ((span * NUM_KV_HEADS + heads) * SPAN_SIZE + offset)[:, None] * DIM
         fresh = heads[:, None] * DIM
-        mask = is_kept & (pairs < HALF)[None, :]
+        half_mask = is_kept & (pairs < HALF)[None, :]
         source = token * k_stride + fresh + pairs[None, :]
-        _turn(k_ptr, k_cache_ptr, source, cached + pairs[None, :], mask, cos, sin, HALF)
+        _turn(k_ptr, k_cache_ptr, source, cached + pairs[None, :], half_mask, cos, sin, HALF)
         dims = tl.arange(0, DIM_BLOCK)[None, :]
-        if ROTARY_DIM < DIM:
-            mask = is_kept & (dims >= ROTARY_DIM) & (dims < DIM)
-            rest = tl.load(k_ptr + token * k_stride + fresh + dims, mask=mask, other=0.0)
-            tl.store(k_cache_ptr + cached + dims, rest.to(k_cache_ptr.dtype.element_ty), mask=mask)
         mask = is_kept & (dims < DIM)
+        if ROTARY_DIM < DIM:
+            rest_mask = mask & (dims >= ROTARY_DIM)
+            rest = tl.load(k_ptr + token * k_stride + fresh + dims, mask=rest_mask, other=0.0)
+            tl.store(k_cache_ptr + cached + dims, rest.to(k_cache_ptr.dtype.element_ty), mask=rest_mask)
         value = tl.load(v_ptr + token * v_stride + fresh + dims, mask=mask, other=0.0)
         tl.store(v_cache_ptr + cached + dims, value.to(v_cache_ptr.dtype.element_ty), mask=mask)
 
@@ -126,11 +126,11 @@ def rotary_kv_write(
     )
 
 
-def variants() -> list[Variant]:
+def variants(_arch: str) -> list[Variant]:
     """Compilations to check: each dtype, whole and partial rotation, odd head sizes."""
-    shapes = ((9, 3, 64, 64, 32), (32, 8, 128, 128, 32), (32, 8, 80, 32, 16))
+    shapes = ((32, 8, 128, 128, 32), (32, 8, 80, 32, 16))
     found = []
-    for dtype in AOT_DTYPES:
+    for dtype in ("bf16", "fp32"):
         for q_heads, kv_heads, dim, rotary_dim, span_size in shapes:
             pointers = ("q_ptr", "k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr")
             types = dict.fromkeys(pointers, f"*{dtype}")

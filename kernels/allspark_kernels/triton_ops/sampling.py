@@ -142,7 +142,7 @@ def mark_seen(seen: torch.Tensor, slot: int | torch.Tensor, ids: torch.Tensor, b
     )
 
 
-def variants() -> list[Variant]:
+def variants(_arch: str) -> list[Variant]:
     """Compilations to check: with and without penalties and mask."""
     rows = {"slot_ptr": "*i32", "repetition_ptr": "*fp32", "presence_ptr": "*fp32", "suppress_ptr": "*i1"}
     penalty = {"logits_ptr": "*fp32", "seen_ptr": "*u8", **rows, "mask_ptr": "*i32"}

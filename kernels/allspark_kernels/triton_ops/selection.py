@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..types import SamplingBatch
 from .philox import gumbel
-from .variant import Variant, next_power_of_2
+from .variant import Variant, arch_of, next_power_of_2
 
 MAX_BLOCK = 4096
 NUM_WARPS = 16
@@ -225,9 +225,9 @@ def select_kernel(
     tl.store(out_ptr + row, chosen.to(tl.int64))
 
 
-def block_size(vocab: int) -> int:
-    """Ids that one program reads at a time."""
-    return min(MAX_BLOCK, max(16, next_power_of_2(vocab)))
+def _block(arch: str, vocab: int) -> int:
+    """Ids that one program reads at a time: fewer on AMD, where every comparison holds scalar registers."""
+    return min(MAX_BLOCK // 2 if arch.startswith("gfx") else MAX_BLOCK, max(16, next_power_of_2(vocab)))
 
 
 def select(logits: torch.Tensor, p: SamplingBatch) -> torch.Tensor:
@@ -243,13 +243,13 @@ def select(logits: torch.Tensor, p: SamplingBatch) -> torch.Tensor:
         p.position,
         out,
         vocab,
-        BLOCK=block_size(vocab),
+        BLOCK=_block(arch_of(logits.device), vocab),
         num_warps=NUM_WARPS,
     )
     return out
 
 
-def variants() -> list[Variant]:
+def variants(arch: str) -> list[Variant]:
     """Compilations to check."""
     types = {
         "logits_ptr": "*fp32",
@@ -266,7 +266,7 @@ def variants() -> list[Variant]:
             name=f"select[aligned={is_aligned}]",
             kernel=select_kernel,
             types=types,
-            constants={"BLOCK": MAX_BLOCK},
+            constants={"BLOCK": _block(arch, 1 << 17)},
             num_warps=NUM_WARPS,
             aligned=("num_ids",) if is_aligned else (),
         )

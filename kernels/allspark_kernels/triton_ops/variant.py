@@ -1,14 +1,15 @@
-"""What the ahead-of-time checker needs to know about one way a kernel is launched."""
+"""How kernels are specialised: GPU architectures, and the launches that the aot checker compiles."""
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-# The dtypes a model can be served in; fp16 takes the same code as bf16 and is compiled once per kernel.
-AOT_DTYPES = ("bf16", "fp16", "fp32")
+# Architectures with their own tile sizes. A newer NVIDIA GPU is served like sm_90, an older one like sm_80.
+ARCHS = ("sm_80", "sm_90", "gfx942")
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,18 @@ class Variant:
     # Whether the kernel's products are meant for tensor cores.
     is_matrix_product: bool = False
     # Integer arguments that are multiples of 16 in real launches (strides), like all pointers.
-    aligned: tuple[str, ...] = field(default=())
+    aligned: tuple[str, ...] = ()
+
+
+@functools.lru_cache
+def arch_of(device: torch.device) -> str:
+    """The architecture whose tile sizes serve ``device`` (the interpreter's CPU tensors: sm_80)."""
+    if torch.version.hip:
+        return "gfx942"
+    is_new = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return "sm_90" if is_new else "sm_80"
 
 
 def next_power_of_2(n: int) -> int:
     """Smallest power of two >= n."""
     return int(triton.next_power_of_2(n))
-
-
-AMD_STAGES = 2
-
-
-def pipeline_depth(num_stages: int) -> int:
-    """Stages of a software pipeline on this GPU vendor: AMD has 64 KiB of shared memory, and wants two."""
-    return AMD_STAGES if torch.version.hip else num_stages
