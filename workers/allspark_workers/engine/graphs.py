@@ -38,11 +38,14 @@ class DecodeGraph:
         self._host[2] = _NOT_WRITTEN
         self._tokens: torch.Tensor = self._host.to(device, copy=True)
         ids, positions, slots = self._tokens.unbind(0)
-        self._step = StepTensors(ids, positions, slots, self._plan, None)
+        self._decoder = model.decoder
+        width, dtype = arch.hidden_size, model.decoder.compute_dtype
+        self._residual = torch.zeros((capacity, width), dtype=dtype, device=device)
         self._logits: torch.Tensor | None = None
+        inputs = StepTensors(ids, positions, slots, self._plan, None)
 
         def step() -> None:
-            self._logits = model.decoder.forward(DIRECT, self._step, cache)
+            self._logits = self._decoder.blocks(DIRECT, self._residual, inputs, cache)
 
         self._replay = capture(step, device)
 
@@ -54,6 +57,7 @@ class DecodeGraph:
         self._host[1, size:] = 0
         self._host[2, size:] = _NOT_WRITTEN
         self._tokens.copy_(self._host, non_blocking=True)
+        self._residual[:size] = self._decoder.embed(DIRECT, self._tokens[0, :size])
         self._plan.refill(batch.kv_lens.astype(np.int32), batch.span_table)
         self._replay()
         if self._logits is None:

@@ -75,8 +75,21 @@ class Decoder:
 
     def forward(self, ops: KernelOps, step: StepTensors, cache: KVCache) -> torch.Tensor:
         """Logits [R, V] in the compute dtype of the tokens in `step.last`; writes K and V of all T tokens."""
+        return self.blocks(ops, self.embed(ops, step.ids), step, cache)
+
+    def embed(self, ops: KernelOps, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, H] of `ids` [T] in the compute dtype."""
+        return ops.embed(self.embedding, ids, self.compute_dtype)
+
+    def blocks(
+        self, ops: KernelOps, residual: torch.Tensor, step: StepTensors, cache: KVCache
+    ) -> torch.Tensor:
+        """From embeddings [T, H] (overwritten) to logits, as `forward`; `step.ids` is not read.
+
+        While `step.last` is None, every computation is an operation of `ops` and tensors are only viewed in
+        between: so the pass can be captured.
+        """
         add_norm, linear, silu_mul, eps = ops.add_rms_norm, ops.linear, ops.silu_mul, self.arch.norm_eps
-        residual = ops.embed(self.embedding, step.ids, self.compute_dtype)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         final = len(self._blocks) - 1
         for index, (layer, next_norm) in enumerate(self._blocks):
@@ -99,11 +112,23 @@ class Decoder:
     ) -> torch.Tensor:
         """Normed input [T, H] -> heads' output [T, num_heads * head_dim], before the output projection."""
         tokens, dim = x.shape[0], self.arch.head_dim
-        q, k, v = ops.linear(x, layer.qkv).view(tokens, -1, dim).split_with_sizes(self._heads, 1)
+        qkv = ops.linear(x, layer.qkv)
+        q, k, v = qkv.view(tokens, -1, dim).split_with_sizes(self._heads, 1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            eps = self.arch.norm_eps
-            q = ops.rms_norm(q.reshape(-1, dim), layer.q_norm, eps).view(tokens, -1, dim)
-            k = ops.rms_norm(k.reshape(-1, dim), layer.k_norm, eps).view(tokens, -1, dim)
+            q, k = self._norm_heads(ops, qkv.view(-1, dim), layer.q_norm, layer.k_norm)
         keys, values = cache
         ops.rotary_kv_write(q, k, v, self.cos_sin, step.positions, step.slots, keys, values)
         return ops.paged_attention(q, keys, values, step.plan, self._scale).view(tokens, -1)
+
+    def _norm_heads(
+        self, ops: KernelOps, heads: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalised q and k out of all heads [T * (Hq + 2 Hk), D].
+
+        Each call norms all rows and a view picks those meant: cheaper than copying q and k out of qkv first.
+        """
+        num_q, num_k, num_v = self._heads
+        shape, eps = (-1, num_q + num_k + num_v, self.arch.head_dim), self.arch.norm_eps
+        q = ops.rms_norm(heads, q_norm, eps).view(shape)[:, :num_q]
+        k = ops.rms_norm(heads, k_norm, eps).view(shape)[:, num_q : num_q + num_k]
+        return q, k
