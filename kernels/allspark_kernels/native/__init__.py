@@ -7,6 +7,7 @@ depend on the instruction set, the number of threads or the other rows of a batc
 try:
     from .attention import paged_attention, prepare_plan
     from .elementwise import add_rms_norm, rms_norm, rotary_kv_write, silu_mul
+    from .graph import capture
     from .sampling import mark_seen, sample
     from .threads import get_num_threads, set_num_threads
     from .weights import linear, pack_linear
@@ -18,6 +19,7 @@ else:
 __all__ = [
     "add_rms_norm",
     "available",
+    "capture",
     "get_num_threads",
     "linear",
     "mark_seen",

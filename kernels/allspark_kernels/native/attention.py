@@ -3,6 +3,7 @@
 import ctypes
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from . import library
@@ -16,54 +17,63 @@ ITEM_INTS = 6  # of struct item in attention.h
 LONG_CALL_SCORES = 1 << 20  # query-key pairs from which the interpreter lock is given up
 
 
-class _Step(ctypes.Structure):
+class Step(ctypes.Structure):
     """Mirror of ``struct step`` in attention.h."""
 
     _fields_ = (
         *((name, PTR) for name in ("q_lens", "kv_lens", "cu_q", "span_table")),
         *((name, I64) for name in ("requests", "max_spans", "q_heads", "kv_heads", "dim", "span_size")),
-        *(("items", PTR), ("item_count", I64), ("states", PTR), ("state_floats", I64)),
+        *(("items", PTR), ("item_count", I64), ("states", PTR), ("state_floats", I64), ("live", I64)),
     )
 
 
 class StepState:
-    """What the library reads for one plan; keeps alive what the addresses in it point to."""
+    """What the library reads for one plan, at an address that lasts as long as the plan."""
 
-    __slots__ = ("address", "arrays", "is_long", "step")
+    __slots__ = ("address", "is_long", "items", "plan_arrays", "states", "step")
 
     def __init__(self, plan: "AttentionPlan") -> None:
-        self.arrays: list[object] = [plan.q_lens, plan.kv_lens, plan.cu_q, plan.span_table]
-        self.step = _Step(
-            *(array.ctypes.data for array in (plan.q_lens, plan.kv_lens, plan.cu_q, plan.span_table)),
+        self.plan_arrays = (plan.q_lens, plan.kv_lens, plan.cu_q, plan.span_table)
+        self.step = Step(
+            *(array.ctypes.data for array in self.plan_arrays),
             *(plan.num_requests, plan.span_table.shape[1]),
             *(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.span_size),
         )
         self.address = ctypes.addressof(self.step)
-        self._cut()
-        pairs = int((plan.q_lens.astype("int64") * plan.kv_lens).sum()) * plan.num_q_heads
-        self.is_long = pairs > LONG_CALL_SCORES
+        self.items = torch.empty(0, dtype=torch.int32)
+        self.states = torch.empty(0, dtype=torch.float32)
+        self.cut()
 
-    def _cut(self) -> None:
-        calls, floats = library.current.held, I64()
-        count = calls.ask_attention_plan(self.address, ctypes.addressof(floats))
+    def cut(self) -> None:
+        """Cut the lengths that are now in the plan into work items."""
+        step, calls = self.step, library.current.held
+        step.items = None
+        count = calls.ask_attention_plan(self.address)
         if count < 0:
             raise MemoryError("no memory for the work list of a step")
-        items = torch.empty(count * ITEM_INTS, dtype=torch.int32)
-        states = torch.empty(count * floats.value, dtype=torch.float32) if floats.value else None
-        self.step.items, self.step.item_count = items.data_ptr(), count
-        self.step.states = None if states is None else states.data_ptr()
-        self.step.state_floats = floats.value
-        calls.ask_attention_plan(self.address, ctypes.addressof(floats))
-        self.arrays += [items, states]
+        self.items = _at_least(self.items, count * ITEM_INTS)
+        self.states = _at_least(self.states, count * step.state_floats)
+        step.items, step.item_count = self.items.data_ptr(), count
+        step.states = self.states.data_ptr() if step.state_floats else None
+        calls.ask_attention_plan(self.address)
+        q_lens, kv_lens, *_ = self.plan_arrays
+        pairs = int(np.dot(q_lens.astype(np.int64), kv_lens)) * step.q_heads
+        self.is_long = pairs > LONG_CALL_SCORES
+
+
+def _at_least(buffer: torch.Tensor, size: int) -> torch.Tensor:
+    """The buffer, or a new one if it is too small."""
+    return buffer if buffer.numel() >= size else torch.empty(size, dtype=buffer.dtype)
 
 
 def prepare_plan(plan: "AttentionPlan") -> StepState:
     """Work items of a plan. Raises ValueError if its heads are too wide for the library."""
     if plan.head_dim > MAX_HEAD_DIM:
-        raise ValueError(
-            f"native kernels serve heads of up to {MAX_HEAD_DIM} dimensions, not {plan.head_dim}"
-        )
-    return StepState(plan)
+        raise ValueError(f"native kernels serve heads up to {MAX_HEAD_DIM} wide, not {plan.head_dim}")
+    if not isinstance(plan.state, StepState):
+        return StepState(plan)
+    plan.state.cut()
+    return plan.state
 
 
 def paged_attention(

@@ -1,5 +1,6 @@
 #include "attention.h"
 #include "mathv.h"
+#include "ops.h"
 #include "pool.h"
 
 struct job {
@@ -178,7 +179,7 @@ static void write_rows(const struct walk *w, struct state s) {
         int64_t head = w->item.kv_head * w->heads + v % w->heads;
         float *out = j->out + ((first_row + v / w->heads) * j->s->q_heads + head) * w->dim;
         float sum = vsum(vload(s.sum + v * LANES));
-        vf scale = vset(sum != 0.0f ? 1.0f / sum : 0.0f); /* no keys: the row is zero */
+        vf scale = vset(1.0f / sum);
         for (int64_t d = 0; d < w->dim; d += LANES)
             vstore_n(out + d, vload(s.values + v * w->padded + d) * scale, w->dim - d);
     }
@@ -254,11 +255,20 @@ static void merge_item(struct job *j, int64_t index) {
     write_rows(&w, w.total);
 }
 
-/* Returns 0, or 1 without scratch memory (the output is then incomplete). */
+/* Requests without keys pad a batch: no items exist for them, their rows are zero. */
+static void clear_padding(const struct job *j) {
+    const struct step *s = j->s;
+    int64_t width = s->q_heads * s->dim;
+    for (int64_t r = 0; r < s->requests; r++)
+        if (s->kv_lens[r] == 0)
+            memset(j->out + s->cu_q[r] * width, 0, (size_t)(s->q_lens[r] * width) * sizeof(float));
+}
+
 EXPORT int ask_paged_attention(const struct step *s, const float *q, int64_t ldq, const void *k_cache,
                                const void *v_cache, int64_t dtype, float scale, float *out) {
     uint64_t saved = denormals_off();
     struct job j = {s, q, ldq, k_cache, v_cache, dtype, scale, out, 0};
+    clear_padding(&j);
     pool_run(run_item, &j, s->item_count);
     if (s->states)
         for (int64_t i = 0; i < s->item_count; i++) merge_item(&j, i);

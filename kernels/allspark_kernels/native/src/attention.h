@@ -29,6 +29,7 @@ struct step {
      * follow each other, and each leaves its state here, state_floats apart. */
     float *states;
     int64_t state_floats;
+    int64_t live; /* tokens of all requests but those that pad the end of a batch */
 };
 
 INLINE int64_t group_heads(const struct step *s) { return s->q_heads / s->kv_heads; }

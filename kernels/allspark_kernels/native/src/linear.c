@@ -1,5 +1,6 @@
 /* out[M, N] = x[M, K] * w^T + bias; every element is one chain over k that starts at the bias. */
 #include "linear.h"
+#include "ops.h"
 #include "pool.h"
 
 enum {
@@ -90,7 +91,6 @@ static int64_t group_tiles(int64_t depth) {
     return fit < 1 ? 1 : fit > MAX_GROUP ? MAX_GROUP : fit;
 }
 
-/* x [rows, k], out [rows, n], both contiguous. Returns 0, or 1 without memory for the packed activations. */
 EXPORT int ask_linear(const struct linear *w, const float *x, int64_t rows, float *out) {
     if (rows <= 0) return 0;
     uint64_t saved = denormals_off();

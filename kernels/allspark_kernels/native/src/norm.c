@@ -1,4 +1,5 @@
 /* Root mean square normalisation, with or without adding to the residual stream first. */
+#include "ops.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -55,7 +56,6 @@ static void norm_item(void *context, int64_t item) {
     for (int64_t row = item * j->rows_per_item; row < end && row < j->rows; row++) norm_row(j, row);
 }
 
-/* x [rows, width] with rows ldx apart; residual (may be NULL) and out contiguous. */
 EXPORT void ask_rms_norm(const float *x, int64_t ldx, float *residual, const float *weight, float eps, float *out,
                          int64_t rows, int64_t width) {
     uint64_t saved = denormals_off();

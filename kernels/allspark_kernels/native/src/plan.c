@@ -24,7 +24,8 @@ static int64_t rows_per_item(const struct step *s) {
 
 static int64_t group_count(const struct step *s) {
     int64_t groups = 0, rows = rows_per_item(s);
-    for (int64_t r = 0; r < s->requests; r++) groups += (s->q_lens[r] + rows - 1) / rows;
+    for (int64_t r = 0; r < s->requests; r++)
+        if (s->kv_lens[r]) groups += (s->q_lens[r] + rows - 1) / rows;
     return groups * s->kv_heads;
 }
 
@@ -43,7 +44,7 @@ static int is_apart(const struct step *s) {
 
 /* Items of one request, its last (longest) rows first; counts them if `items` is NULL. */
 static int64_t add_request(const struct step *s, int32_t request, int apart, struct item *items) {
-    int64_t count = 0, step = rows_per_item(s), q_len = s->q_lens[request];
+    int64_t count = 0, step = rows_per_item(s), q_len = s->kv_lens[request] ? s->q_lens[request] : 0;
     for (int64_t row = (q_len - 1) / step * step; row >= 0; row -= step)
         for (int32_t head = 0; head < s->kv_heads; head++) {
             int64_t rows = q_len - row < step ? q_len - row : step;
@@ -54,11 +55,19 @@ static int64_t add_request(const struct step *s, int32_t request, int apart, str
     return count;
 }
 
-/* Writes the items of a step to s->items, heaviest requests first, or only counts them if that is NULL.
- * *state_floats becomes 0, or the size of the state that each item needs. Returns -1 without memory. */
-EXPORT int64_t ask_attention_plan(const struct step *s, int64_t *state_floats) {
+static int64_t live_tokens(const struct step *s) {
+    int64_t requests = s->requests;
+    while (requests > 0 && s->kv_lens[requests - 1] == 0) requests--;
+    return s->cu_q[requests];
+}
+
+/* Writes the items of a step to s->items, heaviest requests first, or only counts them if that is NULL; sets
+ * state_floats to 0, or to the size of the state that each item needs, and live. Returns the number of items,
+ * -1 without memory. */
+EXPORT int64_t ask_attention_plan(struct step *s) {
     int apart = is_apart(s);
-    *state_floats = apart ? state_size(s, rows_per_item(s) * group_heads(s)) : 0;
+    s->state_floats = apart ? state_size(s, rows_per_item(s) * group_heads(s)) : 0;
+    s->live = live_tokens(s);
     struct load *loads = malloc((size_t)s->requests * sizeof *loads);
     if (!loads) return -1;
     for (int64_t r = 0; r < s->requests; r++)

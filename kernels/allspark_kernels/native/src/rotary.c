@@ -1,4 +1,5 @@
 /* Rotary embedding of q (in place) and k, and the write of k and v to the paged cache. */
+#include "ops.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -57,7 +58,6 @@ static void rotary_token(void *context, int64_t token) {
     }
 }
 
-/* Returns 0, or 2 (and writes nothing) if a position or slot lies outside its table. */
 EXPORT int ask_rotary_kv_write(float *q, const float *k, const float *v, int64_t ldq, int64_t ldk, int64_t ldv,
                                const float *cos_sin, int64_t max_positions, const int64_t *positions,
                                const int64_t *slots, void *k_cache, void *v_cache, int64_t cache_dtype,

@@ -1,5 +1,6 @@
 /* SwiGLU: out = gate / (1 + e^-gate) * up. */
 #include "mathv.h"
+#include "ops.h"
 #include "pool.h"
 
 enum { PARALLEL_ELEMENTS = 1 << 14, ITEM_ELEMENTS = 1 << 12 };
@@ -24,7 +25,6 @@ static void silu_item(void *context, int64_t item) {
     }
 }
 
-/* gate_up [rows, 2 * width] -> out [rows, width], contiguous */
 EXPORT void ask_silu_mul(const float *gate_up, float *out, int64_t rows, int64_t width) {
     uint64_t saved = denormals_off();
     struct job j = {gate_up, out, rows, width, width < ITEM_ELEMENTS ? width : ITEM_ELEMENTS};
