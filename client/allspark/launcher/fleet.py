@@ -8,7 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from allspark.client import Client, ModelOptions
+from allspark_proto import allspark_service_pb2 as pb
+
+from allspark.client import Client, ModelOptions, StatusError
 from allspark.launcher import store
 from allspark.launcher.commands import COMMANDS
 from allspark.launcher.options import FleetOptions
@@ -90,9 +92,19 @@ class Fleet:
         return worker
 
     def load_model(self, name: str, path: Path, options: ModelOptions | None = None) -> None:
-        """Build and start a model through gRPC, as any client would; returns when it serves."""
+        """Build and start a model through gRPC, as any client would; returns when it serves.
+
+        A store that outlived an earlier fleet remembers its models and brings them up again. One of this name
+        with other settings is drained and replaced.
+        """
         with Client(self.addresses) as client:
-            client.build_model(name, str(path), options)
+            try:
+                client.build_model(name, str(path), options)
+            except StatusError as error:
+                if error.status != pb.ALLSPARK_INVALID_CALL_ERROR:
+                    raise
+                _drain_model(client, name)
+                client.build_model(name, str(path), options)
             client.start_model(name)
 
     def problem(self) -> str:
@@ -169,6 +181,15 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.stop)
+
+
+def _drain_model(client: Client, name: str) -> None:
+    try:
+        client.stop_model(name)
+    except StatusError as error:
+        # Stopped all the same: this status says that there are results which nobody has released yet.
+        if error.status != pb.ALLSPARK_RUNTIME_ERROR:
+            raise
 
 
 def _stop_together(processes: Sequence[ManagedProcess], limit_s: float) -> None:
