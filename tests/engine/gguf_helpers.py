@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -95,13 +93,3 @@ def _add(
         values = interleave(values, heads)
     raw = gguf.quants.quantize(values, kind)
     writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
-
-
-def tokenizer_of(path: Path) -> Callable[[str], list[int]]:
-    """The byte-level BPE tokenizer inside a GGUF file, without special tokens."""
-    fields = gguf.GGUFReader(path).fields
-    vocab = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"].contents())}
-    merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"].contents()]
-    tokenizer = Tokenizer(models.BPE(vocab, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return lambda text: tokenizer.encode(text).ids

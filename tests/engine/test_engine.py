@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from allspark_workers.engine import runner
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.errors import ModelMemoryError
 from allspark_workers.engine.types import FinishReason, StepOutput
@@ -360,3 +362,22 @@ def test_commands_from_many_threads(make_engine: Maker) -> None:
     assert sorted(collected.ends) == sorted(names)
     assert {collected.finish(n) for n in names if n[-1] not in "25"} == {"length"}
     assert engine.stat().used_span == 0
+
+
+def test_a_lost_device_is_not_blamed_on_requests(make_engine: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator that is gone ends the engine loop: the worker leaves, its requests go elsewhere."""
+    engine = make_engine()
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("launch failed")
+
+    def lost(device: Any) -> None:
+        raise torch.AcceleratorError("illegal address")
+
+    monkeypatch.setattr(engine._model.decoder, "forward", fail)
+    monkeypatch.setattr(runner, "check_health", lost)
+    engine.submit(request("a", [5], 2))
+    with pytest.raises(torch.AcceleratorError):
+        engine.step()
+    engine.cancel("a")
+    assert [out.finish for out in engine.step()] == [FinishReason.STOPPED]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from allspark_kernels import capture, reserve_decode_plan
+from allspark_kernels import backend_for, capture, reserve_decode_plan
 
 from allspark_workers.engine.batch import RaggedBatch
 from allspark_workers.models.decoder import KVCache, StepTensors
@@ -15,12 +15,17 @@ _NOT_WRITTEN = -1
 
 
 def is_worth_capturing(model: Model) -> bool:
-    """Whether launching kernels costs more than running them: only on a GPU."""
-    return model.device.type == "cuda"
+    """Whether the kernels of the device can be captured; the PyTorch fallback cannot."""
+    return backend_for(model.device) == "triton"
 
 
-def buckets(max_batch: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, 8, then every 8 up to 64, every 32 beyond; `max_batch` itself last."""
+def buckets(max_batch: int, is_padding_free: bool = False) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, 8, then every 8 up to 64, every 32 beyond; `max_batch` itself last.
+
+    Where a replay skips the padding rows, `max_batch` alone serves every size.
+    """
+    if is_padding_free:
+        return [max_batch]
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, max_batch + 32, 32)]
     return [size for size in sizes if size < max_batch] + [max_batch]
 
@@ -70,7 +75,7 @@ class DecodeGraphs:
 
     def __init__(self, model: Model, cache: KVCache, max_batch: int, max_length: int, span_size: int) -> None:
         # Largest first: the memory of the smaller ones then fits into what it left behind.
-        sizes = sorted(buckets(max_batch), reverse=True)
+        sizes = sorted(buckets(max_batch, model.device.type == "cpu"), reverse=True)
         self._graphs = [DecodeGraph(model, cache, size, max_length, span_size) for size in sizes][::-1]
 
     def run(self, batch: RaggedBatch) -> torch.Tensor:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from allspark_workers.engine.device import free_bytes
 from allspark_workers.engine.errors import ModelMemoryError
-from allspark_workers.engine.memory import free_bytes
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.decoder import KVCache
 from allspark_workers.models.loader import Model

@@ -6,6 +6,7 @@ import torch
 from allspark_kernels import plan_attention
 
 from allspark_workers.engine.batch import RaggedBatch, build_batch
+from allspark_workers.engine.device import check_health, use_device
 from allspark_workers.engine.graphs import DecodeGraphs
 from allspark_workers.engine.profiler import Profiler
 from allspark_workers.engine.sampler import Sampler
@@ -30,14 +31,20 @@ class Runner:
     def capture(self, max_length: int) -> None:
         """Capture decode steps for requests of up to `max_length` tokens."""
         sched = self._scheduler
-        self._graphs = DecodeGraphs(self._model, self._cache, sched.max_batch, max_length, sched.span_size)
+        with torch.inference_mode(), use_device(self._model.device):
+            self._graphs = DecodeGraphs(
+                self._model, self._cache, sched.max_batch, max_length, sched.span_size
+            )
 
-    @torch.inference_mode()
     def run(self, rows: list[Row], is_profiled: bool = False) -> list[int]:
         """Compute all rows in one forward pass; the next token of each row that samples, in order.
 
         A token of -1 means that the model gave no finite logit.
         """
+        with torch.inference_mode(), use_device(self._model.device):
+            return self._run(rows, is_profiled)
+
+    def _run(self, rows: list[Row], is_profiled: bool) -> list[int]:
         with self._profiler.measure("reshape", "BuildBatch", is_profiled):
             batch = build_batch(rows, self._scheduler.span_table, self._scheduler.span_size)
         ops = self._timed if is_profiled else DIRECT
@@ -51,7 +58,11 @@ class Runner:
         return self._sampler.sample(ops, logits.float(), sequences)
 
     def forget(self, rows: list[Row]) -> None:
-        """After a failed step: drop what it may have left half done."""
+        """After a failed step: drop what it may have left half done.
+
+        Raises torch.AcceleratorError if the device cannot be used any more.
+        """
+        check_health(self._model.device)
         self._sampler.forget([row.sequence for row in rows])
 
     def _forward(self, ops: KernelOps, batch: RaggedBatch, is_profiled: bool) -> torch.Tensor:

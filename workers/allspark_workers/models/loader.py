@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from allspark_kernels import PackedLinear, compute_dtype, pack_linear
 
+from allspark_workers.engine.device import free_bytes
 from allspark_workers.engine.errors import ModelIOError, ModelMemoryError, UnsupportedModelError
-from allspark_workers.engine.memory import free_bytes
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.architecture import Architecture
 from allspark_workers.models.decoder import Decoder, Layer

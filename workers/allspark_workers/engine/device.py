@@ -1,12 +1,24 @@
-"""How much memory a device has left."""
+"""The few things that differ between devices and are no kernels: memory, the current device, its health."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def use_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the current one of this thread inside the block, as launches of kernels expect."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def check_health(device: torch.device) -> None:
+    """Raise torch.AcceleratorError if an earlier failure has made the device unusable for this process."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -17,13 +29,6 @@ def free_bytes(device: torch.device) -> int:
     system = _meminfo().get("MemAvailable", 0)
     cgroup = _cgroup_free()
     return system if cgroup is None else min(system, cgroup)
-
-
-def total_bytes(device: torch.device) -> int:
-    """Bytes of memory `device` has in all."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return _meminfo().get("MemTotal", 0)
 
 
 def _meminfo() -> dict[str, int]:
