@@ -12,6 +12,7 @@ import torch
 from allspark_workers.engine import runner
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.errors import ModelMemoryError
+from allspark_workers.engine.scheduler import Row
 from allspark_workers.engine.types import FinishReason, StepOutput
 from engine_helpers import VOCAB, Collected, random_prompt, request, run_all
 
@@ -142,38 +143,28 @@ def test_waiting_wakes_for_a_command_and_for_a_deadline(make_engine: Maker) -> N
     assert [out.finish for out in engine.step()] == [FinishReason.DEADLINE]
 
 
-@pytest.mark.parametrize("poison_at", ["prefill", "decode"])
+@pytest.mark.parametrize("poison_at", [0, 9, 12])
 def test_a_request_that_raises_fails_alone(
-    poison_at: str, make_engine: Maker, monkeypatch: pytest.MonkeyPatch
+    poison_at: int, make_engine: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In its prefill and while decoding; its neighbours' tokens and penalties are as in a quiet run."""
     engine = make_engine()
     good = [request(f"g{i}", random_prompt(6 + i), 12, repetition_penalty=1.3) for i in range(3)]
     expected = run_all(engine, good).tokens
-    poison = request("poison", [7] * 9, 12)
-    forward = engine._model.decoder.forward
+    run = engine._runner._run
 
-    def explode(ops: Any, step: Any, cache: Any) -> Any:
-        trigger = 9 if poison_at == "decode" else 0
-        mine = (step.ids == 7) & (step.positions == trigger) if poison_at == "prefill" else None
-        is_mine = bool(mine.any()) if mine is not None else _owns_poison(engine, step, trigger)
-        if is_mine:
+    def explode(rows: list[Row], is_profiled: bool) -> list[int]:
+        tokens = run(rows, is_profiled)
+        if any(row.sequence.request_id == "poison" and row.start == poison_at for row in rows):
             raise RuntimeError("made up")
-        return forward(ops, step, cache)
+        return tokens
 
-    monkeypatch.setattr(engine._model.decoder, "forward", explode)
-    got = run_all(engine, [good[0], poison, *good[1:]])
+    monkeypatch.setattr(engine._runner, "_run", explode)
+    got = run_all(engine, [good[0], request("poison", [7] * 9, 12), *good[1:]])
     assert got.finish("poison") == "error"
     assert got.ends["poison"].message == "RuntimeError: made up"
+    assert len(got.tokens["poison"]) == max(0, poison_at - 8)
     assert {name: got.tokens[name] for name in expected} == expected
-
-
-def _owns_poison(engine: Engine, step: Any, position: int) -> bool:
-    """Whether the batch decodes the poison request at `position`."""
-    sequence = engine._scheduler.get("poison")
-    if sequence is None or not sequence.spans:
-        return False
-    slot = sequence.spans[position // 32] * 32 + position % 32
-    return bool(((step.slots == slot) & (step.positions == position)).any())
 
 
 def test_logits_without_a_finite_value_end_the_request(

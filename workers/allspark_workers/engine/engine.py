@@ -152,10 +152,7 @@ class Engine:
             self._profiler.phase = "prefill" if is_prefill else "decode"
             results = self._compute(self._runner, plan.rows, is_profiled)
             self._take_commands()  # a request cancelled meanwhile gets no further token
-            for row, result in zip(plan.rows, results, strict=True):
-                if not row.sequence.is_done:
-                    self._commit(row, result)
-            self._counters.step(self._clock())
+            self._commit_all(plan.rows, results)
         self._is_stalled = not (plan.rows or plan.exhausted or plan.preempted)
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -251,26 +248,35 @@ class Engine:
                 results.append(error)
         return results
 
-    def _commit(self, row: Row, result: int | Exception | None) -> None:
-        seq = row.sequence
-        if isinstance(result, Exception):
-            self._finish(seq, FinishReason.ERROR, message=f"{type(result).__name__}: {result}")
-            return
-        self._scheduler.commit(row)
-        self._counters.prefilled(seq, self._clock())
-        if result is None:
-            return
-        if result < 0:
+    def _commit_all(self, rows: list[Row], results: list[int | Exception | None]) -> None:
+        """Take over what the step computed, except for requests that ended meanwhile."""
+        generated = prefilled = 0
+        for row, result in zip(rows, results, strict=True):
+            seq = row.sequence
+            if seq.is_done:
+                continue
+            if isinstance(result, Exception):
+                self._finish(seq, FinishReason.ERROR, message=f"{type(result).__name__}: {result}")
+                continue
+            self._scheduler.commit(row)
+            prefilled += seq.count_prefilled()
+            if result is not None:
+                generated += self._append(seq, result)
+        self._counters.step(generated, prefilled, self._clock())
+
+    def _append(self, seq: Sequence, token: int) -> int:
+        """Add a token to its request, or end the request if there is none; the number of tokens added."""
+        if token < 0:
             self._finish(seq, FinishReason.ERROR, message="the model produced no finite logit")
-            return
+            return 0
         position = seq.num_generated
-        seq.append(result)
-        self._counters.generated(1, self._clock())
+        seq.append(token)
         reason = seq.constraints.finish(seq)
         if reason is None:
-            self._outputs.append(StepOutput(seq.request_id, seq.request.epoch, position, [result]))
+            self._outputs.append(StepOutput(seq.request_id, seq.request.epoch, position, [token]))
         else:
-            self._finish(seq, reason, [result], position)
+            self._finish(seq, reason, [token], position)
+        return 1
 
     def _finish(
         self,

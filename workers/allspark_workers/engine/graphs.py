@@ -16,7 +16,7 @@ _NOT_WRITTEN = -1
 
 def is_worth_capturing(model: Model) -> bool:
     """Whether the kernels of the device can be captured; the PyTorch fallback cannot."""
-    return backend_for(model.device) == "triton"
+    return backend_for(model.device) != "torch"
 
 
 def buckets(max_batch: int, is_padding_free: bool = False) -> list[int]:

@@ -82,6 +82,12 @@ class Sequence:
         """Known tokens that still have to pass through the model; the last of them yields the next token."""
         return self.length - self.num_computed
 
+    def count_prefilled(self) -> int:
+        """Prompt tokens computed since the last call and never before: not again after a pre-emption."""
+        new = max(0, min(self.num_computed, self.num_prompt) - self.num_prefilled)
+        self.num_prefilled += new
+        return new
+
     def append(self, token: int) -> None:
         """Add a generated token."""
         if self.length == len(self.tokens):

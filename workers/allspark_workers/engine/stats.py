@@ -6,7 +6,6 @@ from allspark_workers.engine.inbox import Inbox
 from allspark_workers.engine.kv import KVLayout
 from allspark_workers.engine.rates import RateWindow
 from allspark_workers.engine.scheduler import Scheduler
-from allspark_workers.engine.sequence import Sequence
 from allspark_workers.engine.types import EngineStat
 
 
@@ -21,23 +20,14 @@ class Counters:
         self.generate_rate = RateWindow()
         self.prefill_rate = RateWindow()
 
-    def step(self, now_s: float) -> None:
-        """A step is over."""
+    def step(self, num_generated: int, num_prefilled: int, now_s: float) -> None:
+        """A step is over that gave so many new tokens and computed so many prompt tokens."""
         self.num_steps += 1
         self.last_step_s = now_s
-
-    def generated(self, count: int, now_s: float) -> None:
-        """New tokens."""
-        self.num_generated += count
-        self.generate_rate.add(count, now_s)
-
-    def prefilled(self, seq: Sequence, now_s: float) -> None:
-        """Prompt tokens of `seq` computed for the first time, not again after a pre-emption."""
-        new = min(seq.num_computed, seq.num_prompt) - seq.num_prefilled
-        if new > 0:
-            seq.num_prefilled += new
-            self.num_prefilled += new
-            self.prefill_rate.add(new, now_s)
+        self.num_generated += num_generated
+        self.num_prefilled += num_prefilled
+        self.generate_rate.add(num_generated, now_s)
+        self.prefill_rate.add(num_prefilled, now_s)
 
 
 def engine_stat(
