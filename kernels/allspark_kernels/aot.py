@@ -1,6 +1,6 @@
 """Compile every Triton kernel ahead of time, without a GPU, and check what came out.
 
-    python -m allspark_kernels.aot [--target sm_80,sm_90,gfx942] [--match TEXT] [--jobs N]
+    python -m allspark_kernels.aot [--target sm_80,sm_90,gfx942] [--match TEXT] [--brief] [--jobs N]
 
 Prints registers, spills and shared memory of each kernel and target. Fails (exit status 1) on a register
 spill, on more shared memory than the target has, on a kernel that does not compile, and on a matrix
@@ -152,14 +152,18 @@ def _amd_usage(assembly: str) -> tuple[int, int]:
     return field("vgpr_count"), max(spilled, field("private_segment_fixed_size"))
 
 
-def _all_reports(names: Sequence[str], match: str, jobs: int) -> Iterator[Report]:
-    work = [
-        (index, TARGETS[name])
-        for name in names
-        for index, variant in enumerate(_variants(name))
-        if match in variant.name
-    ]
-    if jobs == 1:
+def _work(names: Sequence[str], match: str, is_brief: bool) -> Iterator[tuple[int, Target]]:
+    for name in names:
+        done = set()
+        for index, variant in enumerate(_variants(name)):
+            if match not in variant.name or (is_brief and variant.kernel in done):
+                continue
+            done.add(variant.kernel)
+            yield index, TARGETS[name]
+
+
+def _reports(work: Sequence[tuple[int, Target]], jobs: int) -> Iterator[Report]:
+    if jobs == 1 or not work:
         yield from (check(*item) for item in work)
         return
     with ProcessPoolExecutor(jobs) as pool:
@@ -171,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m allspark_kernels.aot", description=__doc__)
     parser.add_argument("--target", default=",".join(TARGETS), help="comma-separated: " + ", ".join(TARGETS))
     parser.add_argument("--match", default="", help="only kernels whose name contains this text")
+    parser.add_argument("--brief", action="store_true", help="only the first launch of each kernel")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilations at a time")
     options = parser.parse_args(arguments)
     names = options.target.split(",")
@@ -180,7 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         parser.error("TRITON_INTERPRET=1 replaces the compiler; unset it")
     count = problems = 0
-    for report in _all_reports(names, options.match, options.jobs):
+    work = list(_work(names, options.match, options.brief))
+    for report in _reports(work, options.jobs):
         sys.stdout.write(report.line() + "\n")
         sys.stdout.flush()
         count += 1

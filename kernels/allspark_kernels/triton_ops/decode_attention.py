@@ -210,8 +210,8 @@ def _merge(work: DecodeWork, plan: AttentionPlan, dim_block: int, out: torch.Ten
 
 # dtype, query heads per KV head, KV heads, head size, span size.
 AOT_SHAPES = (
-    ("bf16", 3, 3, 64, 32),
     ("bf16", 8, 8, 128, 32),
+    ("bf16", 3, 3, 64, 32),
     ("bf16", 1, 32, 80, 16),
     ("bf16", 4, 8, 256, 128),
     ("fp16", 8, 8, 128, 16),

@@ -87,9 +87,9 @@ def variants(_arch: str) -> list[Variant]:
     """Compilations to check: hidden sizes from a head to a large model, with and without residual."""
     found = []
     for dtype in ("bf16", "fp32"):
-        for width in (64, 4096, 16384):
+        for width in (4096, 64, 16384):
             constants, num_warps = _config(width)
-            for has_residual in (False, True):
+            for has_residual in (True, False):
                 found.append(
                     Variant(
                         name=f"rms_norm[{dtype},H={width},residual={has_residual}]",
