@@ -19,25 +19,36 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))
 
 import allspark_kernels as kernels
+from allspark_kernels import native
 from kernel_helpers import Place
 
-PLACES = [
-    Place("torch", "cpu"),
-    Place("interpreter", "cpu"),
-    pytest.param(Place("triton", "cuda"), marks=pytest.mark.gpu),
-]
+TORCH, INTERPRETER = Place("torch", "cpu"), Place("interpreter", "cpu")
+NATIVE = Place("native", "cpu")
+CUDA = pytest.param(Place("triton", "cuda"), marks=pytest.mark.gpu)
 
 
-@pytest.fixture(params=PLACES, ids=lambda place: place.name)
+def enter(place: Place) -> Iterator[Place]:
+    """Choose the implementation of ``place`` for a test, or skip it with the reason."""
+    if place.device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if place.name == "interpreter" and torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is not active in a process that has a GPU")
+    if place.name == "native" and not native.available():
+        pytest.skip(str(native.unavailable_reason))
+    with kernels.use_backend("triton" if place.name == "interpreter" else place.name):
+        yield place
+
+
+@pytest.fixture(params=[TORCH, INTERPRETER, CUDA], ids=lambda place: place.name)
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     """An implementation and its device, chosen for the whole test."""
-    chosen: Place = request.param
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    if chosen.name == "interpreter" and torch.cuda.is_available():
-        pytest.skip("Triton's interpreter is not active in a process that has a GPU")
-    with kernels.use_backend("torch" if chosen.name == "torch" else "triton"):
-        yield chosen
+    yield from enter(request.param)
+
+
+@pytest.fixture(params=[TORCH, INTERPRETER, NATIVE, CUDA], ids=lambda place: place.name)
+def sampling_place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """Like ``place``, and the native library too: sampling takes float32 logits everywhere."""
+    yield from enter(request.param)
 
 
 @pytest.fixture

@@ -9,6 +9,12 @@ from kernel_helpers import F32, Place, generator, randn, sampling_batch
 INF = float("inf")
 
 
+@pytest.fixture
+def place(sampling_place: Place) -> Place:
+    """Every implementation, the native library included."""
+    return sampling_place
+
+
 def processed(logits: torch.Tensor, p: kernels.SamplingBatch, row: int) -> list[float]:
     """Logits of one row after penalties, bans and mask, in float64."""
     x = logits[row].double().tolist()

@@ -24,7 +24,7 @@ MERGE_WARPS = 4
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_split_kernel(
     q_ptr,
     k_cache_ptr,

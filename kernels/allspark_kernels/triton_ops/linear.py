@@ -48,7 +48,7 @@ def _split_sum(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x_ptr,
     w_ptr,
@@ -111,7 +111,7 @@ def linear_kernel(
         tl.store(out_ptr + where, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def linear_reduce_kernel(
     parts_ptr, bias_ptr, out_ptr, N, part_stride, num_splits, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
 ):

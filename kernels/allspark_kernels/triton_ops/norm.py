@@ -10,7 +10,7 @@ from .variant import Variant, next_power_of_2
 TILE_ELEMENTS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,
     residual_ptr,

@@ -69,7 +69,7 @@ def _attend(
     return sums, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
     q_ptr,
     k_cache_ptr,

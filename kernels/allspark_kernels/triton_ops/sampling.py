@@ -48,7 +48,7 @@ def penalty_kernel(
     tl.store(where, x, mask=is_id)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_bans"])
 def ban_kernel(
     logits_ptr, rows_ptr, ids_ptr, mask_ptr, num_bans, num_ids, num_words,
     HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
@@ -64,7 +64,7 @@ def ban_kernel(
     tl.store(logits_ptr + rows * num_ids + ids, tl.full((BLOCK,), -1e9, tl.float32), mask=is_ban)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def mark_seen_kernel(
     seen_ptr,
     slot_ptr,

@@ -1,4 +1,8 @@
-"""How kernels are specialised: GPU architectures, and the launches that the aot checker compiles."""
+"""How kernels are specialised: GPU architectures, and the launches that the aot checker compiles.
+
+Numbers that change from step to step are marked ``do_not_specialize``: Triton would otherwise compile a
+kernel anew for the value 1 and for multiples of 16, in the middle of serving.
+"""
 
 import functools
 from collections.abc import Mapping
