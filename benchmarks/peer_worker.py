@@ -30,7 +30,7 @@ def prompt(index: int) -> list[int]:
 
 
 def measure(single: Single, batch: Batch, reps: int) -> dict[str, object]:
-    """`single` returns ids and the times of submission and of each token; `batch` the number of new tokens."""
+    """`single` returns ids and the times of submission and of every token; `batch` how many new tokens."""
     ready = time.time()
     single(prompt(99), WARM)
     batch([prompt(50 + i) for i in range(AT_ONCE)], WARM)
