@@ -83,9 +83,11 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         bufsize=1,
         env=environment(XDG_STATE_HOME=str(state)),
     ) as process:
-        assert process.stdout is not None
-        yield Up(process, read_until(process.stdout, "allspark generate"))
-        process.kill()
+        try:
+            assert process.stdout is not None
+            yield Up(process, read_until(process.stdout, "allspark generate"))
+        finally:
+            process.kill()
 
 
 def test_status_block_tells_how_to_go_on(up: Up) -> None:
