@@ -5,6 +5,7 @@ packages that only workers or the launcher use.
 """
 
 import difflib
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         sys.stdout.write(version_full() + "\n")
         return EXIT_OK
+    # A shell starts background jobs with SIGINT ignored; an interrupt still has to release what was submitted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return _run(arguments[0], arguments[1:])
     except ConfigError as error:
