@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         sys.stdout.write(version_full() + "\n")
         return EXIT_OK
-    # A shell starts background jobs with SIGINT ignored; an interrupt still has to release what was submitted.
+    # A shell ignores SIGINT for background jobs; an interrupt still has to release what was submitted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return _run(arguments[0], arguments[1:])
