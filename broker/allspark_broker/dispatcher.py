@@ -139,7 +139,8 @@ class Dispatcher:
     async def bury(self, worker: Worker) -> None:
         """Settles everything a dead worker held, one claim at a time."""
         for flight in list(worker.flights.values()):
-            await self.take_back(worker, flight, died=flight.accepted)
+            # Not only what was accepted: the request may have killed it before its answer left.
+            await self.take_back(worker, flight, died=True)
 
     async def cancel(self, rid: str, model: str, worker_id: str) -> None:
         """Frees what an ended request holds: its place in a queue, or its slot in a worker."""
