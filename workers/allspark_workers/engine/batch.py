@@ -34,10 +34,11 @@ class RaggedBatch:
 
 def build_batch(rows: list[Row], span_table: NDArray[np.int32], span_size: int) -> RaggedBatch:
     """Gather ids, positions and slots of all rows; `span_table` is the scheduler's."""
-    table_rows = np.array([row.sequence.row for row in rows], np.int64)
-    starts = np.array([row.start for row in rows], np.int64)
-    counts = np.array([row.count for row in rows], np.int64)
-    prompts = np.array([row.sequence.num_prompt for row in rows], np.int64)
+    # One array for all: with few rows, making arrays costs more than filling them.
+    facts = np.array(
+        [(r.sequence.row, r.start, r.count, r.sequence.num_prompt, r.samples) for r in rows], np.int64
+    )
+    table_rows, starts, counts, prompts, samples = facts.T
     kv_lens = starts + counts
     ends = np.cumsum(counts)
     total = int(ends[-1])
@@ -53,13 +54,12 @@ def build_batch(rows: list[Row], span_table: NDArray[np.int32], span_size: int) 
     tokens[1] = positions
     columns, offsets = np.divmod(positions, span_size)
     tokens[2] = span_table[owners, columns] * np.int64(span_size) + offsets
-    samples = np.array([row.samples for row in rows], np.bool_)
     width = -(-int(kv_lens.max()) // span_size)
     return RaggedBatch(
         tokens=tokens,
-        last=ends[samples] - 1,
+        last=ends[samples != 0] - 1,
         q_lens=counts,
         kv_lens=kv_lens,
-        decode_lens=np.clip(kv_lens - prompts, 0, counts),
+        decode_lens=np.minimum(np.maximum(kv_lens - prompts, 0), counts),
         span_table=span_table[table_rows, :width],
     )

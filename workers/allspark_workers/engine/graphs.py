@@ -39,9 +39,12 @@ class DecodeGraph:
         self._plan = reserve_decode_plan(
             capacity, max_length, span_size, device, arch.num_heads, arch.num_kv_heads, arch.head_dim
         )
-        self._host = torch.zeros((3, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")
+        host = torch.zeros((3, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host = host.numpy()
         self._host[2] = _NOT_WRITTEN
-        self._tokens: torch.Tensor = self._host.to(device, copy=True)
+        self._pinned = host
+        self._tokens: torch.Tensor = host.to(device)  # on the CPU: the same memory
+        self._size = 0
         ids, positions, slots = self._tokens.unbind(0)
         self._decoder = model.decoder
         width, dtype = arch.hidden_size, model.decoder.compute_dtype
@@ -57,11 +60,13 @@ class DecodeGraph:
     def run(self, batch: RaggedBatch) -> torch.Tensor:
         """Logits [B, V] of a decode batch of at most `capacity` rows; valid until the next run."""
         size = batch.tokens.shape[1]
-        self._host[:, :size] = torch.from_numpy(batch.tokens)
-        self._host[0, size:] = 0
-        self._host[1, size:] = 0
-        self._host[2, size:] = _NOT_WRITTEN
-        self._tokens.copy_(self._host, non_blocking=True)
+        self._host[:, :size] = batch.tokens
+        if size < self._size:
+            self._host[:2, size:] = 0
+            self._host[2, size:] = _NOT_WRITTEN
+        self._size = size
+        if self._tokens is not self._pinned:
+            self._tokens.copy_(self._pinned, non_blocking=True)
         self._residual[:size] = self._decoder.embed(DIRECT, self._tokens[0, :size])
         self._plan.refill(batch.kv_lens.astype(np.int32), batch.span_table)
         self._replay()
