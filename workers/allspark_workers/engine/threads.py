@@ -2,8 +2,8 @@
 
 OpenMP reads its environment once, when its library is loaded (with torch): idle workers then spin for up to
 200 ms by default and take the cores away from the broker, gateway and Valkey on the same machine. Passive
-waiting costs some microseconds per parallel region and gives the cores back at once. Measured effect:
-docs/benchmarks.md.
+waiting gives them back at once. Measured on two busy cores, a matrix product of 16 rows followed by some
+Python, again and again: half the CPU time (3.3 instead of 6.7 ms), and 6 to 15 instead of 14 to 21 ms.
 """
 
 from __future__ import annotations
