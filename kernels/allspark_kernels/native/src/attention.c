@@ -28,11 +28,13 @@ static struct state state_at(float *memory, int64_t vectors) {
 struct walk {
     const struct job *j;
     struct item item;
-    struct cache_block cache;
+    int64_t index; /* of the item */
+    struct cache_view cache;
     int64_t heads, vectors, dim, padded;
     int64_t position; /* of the first row */
-    float *q, *keys, *values, *scores;
+    float *q, *keys, *scores, *narrow;
     struct state part, total;
+    struct fetch fetch;
 };
 
 /* Query vectors [first, first + count): rows [row, row + rows) with `heads` heads each. They are the
@@ -76,60 +78,83 @@ static void scale_state(const struct walk *w, struct state *s, int64_t v, float 
 
 /* Scores of one vector to weights, of which the first `seen` (1..32) count. */
 static void softmax_block(const struct walk *w, int64_t v, float *scores, int64_t seen) {
-    vf s[2] = {vload(scores), vload(scores + LANES)};
+    enum { VECS = BLOCK / LANES };
+    vf s[VECS];
+    UNROLL for (int i = 0; i < VECS; i++) s[i] = vload(scores + i * LANES);
     if (seen < BLOCK) {
-        vi key = viota(), limit = vseti((int32_t)seen);
-        s[0] = vselect(key < limit, s[0], vset(MINUS_INF));
-        s[1] = vselect(key + LANES < limit, s[1], vset(MINUS_INF));
+        vi left = vseti((int32_t)seen) - viota();
+        UNROLL for (int i = 0; i < VECS; i++) s[i] = vselect(left > i * LANES, s[i], vset(MINUS_INF));
     }
     struct state part = w->part;
-    float before = part.top[v], top = vhmax(vmax(s[0], s[1]));
+    vf largest = s[0];
+    UNROLL for (int i = 1; i < VECS; i++) largest = vmax(largest, s[i]);
+    float before = part.top[v], top = vhmax(largest);
     if (!(top > before)) {
         top = before;
     } else {
         part.top[v] = top;
         scale_state(w, &part, v, sexp2(before - top));
     }
-    vf p0 = vexp2(s[0] - vset(top)), p1 = vexp2(s[1] - vset(top));
-    vstore(scores, p0);
-    vstore(scores + LANES, p1);
-    vstore(part.sum + v * LANES, vload(part.sum + v * LANES) + (p0 + p1));
+    vf sum = vload(part.sum + v * LANES);
+    UNROLL for (int i = 0; i < VECS; i++) {
+        s[i] = vexp2(s[i] - vset(top));
+        vstore(scores + i * LANES, s[i]);
+        sum = sum + s[i];
+    }
+    vstore(part.sum + v * LANES, sum);
 }
 
-/* values += weights * V for `count` vectors from `first`, over the first `seen` keys */
-static void add_values(const struct walk *w, int64_t first, int64_t count, const float *weights, int64_t seen) {
-    for (int64_t d = 0; d < w->padded; d += PANEL) {
-        struct tile t = {
-            .x = weights,
-            .panel = w->values + d * BLOCK,
-            .out = w->part.values + first * w->padded + d,
-            .ldo = w->padded,
-            .depth = seen,
-        };
-        score_tiles[count](&t);
+/* values += weights * V for `count` vectors from `first`, over keys [key, key + seen) */
+static void add_values(struct walk *w, int64_t first, int64_t count, const float *weights, int64_t key, int64_t seen) {
+    for (int64_t i = 0; i < seen; i += LANES) {
+        fetch_some(&w->fetch);
+        for (int64_t d = 0; d < w->padded; d += PANEL) {
+            int64_t depth = seen - i < LANES ? seen - i : LANES;
+            struct value_rows v = value_rows(&w->cache, key + i, depth, d, w->narrow);
+            struct tile t = {
+                .x = weights + i,
+                .panel = v.rows,
+                .row_bytes = v.row_bytes,
+                .out = w->part.values + first * w->padded + d,
+                .ldo = w->padded,
+                .depth = depth,
+            };
+            value_tiles[count][v.dtype](&t);
+        }
     }
 }
 
 static const float zeros[PANEL];
 
 /* One block of keys, from absolute key `key` on, for one slice. */
-static void attend_slice(const struct walk *w, const struct slice *c, int64_t key) {
+static void attend_slice(struct walk *w, const struct slice *c, int64_t key) {
     int64_t last = w->position + c->row + c->rows - 1;
     if (last < key) return;
-    struct tile t = {w->q + c->first * w->dim, w->keys, zeros, w->scores, BLOCK, w->dim};
-    cached_tiles[c->count](&t);
+    struct tile t = {
+        .x = w->q + c->first * w->dim,
+        .panel = w->keys,
+        .start = zeros,
+        .out = w->scores,
+        .ldo = BLOCK,
+        .depth = w->dim,
+    };
+    fetch_some(&w->fetch);
+    key_tiles[c->count](&t);
     int64_t common = 0; /* keys that all rows see: with fewer than a block, rows go one by one */
     for (int64_t r = 0; r < c->rows; r++) {
         int64_t seen = w->position + c->row + r - key + 1;
         if (seen <= 0) continue;
         if (seen > BLOCK) seen = BLOCK;
         if (r == 0) common = seen;
-        for (int64_t h = 0; h < c->heads; h++)
+        for (int64_t h = 0; h < c->heads; h++) {
+            fetch_some(&w->fetch);
             softmax_block(w, c->first + r * c->heads + h, w->scores + (r * c->heads + h) * BLOCK, seen);
+        }
+        fetch_some(&w->fetch);
         if (common < BLOCK)
-            add_values(w, c->first + r * c->heads, c->heads, w->scores + r * c->heads * BLOCK, seen);
+            add_values(w, c->first + r * c->heads, c->heads, w->scores + r * c->heads * BLOCK, key, seen);
     }
-    if (common == BLOCK) add_values(w, c->first, c->count, w->scores, BLOCK);
+    if (common == BLOCK) add_values(w, c->first, c->count, w->scores, key, BLOCK);
 }
 
 static void clear_state(const struct walk *w) {
@@ -138,15 +163,44 @@ static void clear_state(const struct walk *w) {
     memset(w->part.values, 0, (size_t)(w->vectors * w->padded) * sizeof(float));
 }
 
+static struct cache_view view_of(const struct job *j, const struct item *item) {
+    const struct step *s = j->s;
+    return (struct cache_view){
+        .k_cache = j->k_cache,
+        .v_cache = j->v_cache,
+        .dtype = j->dtype,
+        .kv_heads = s->kv_heads,
+        .span_size = s->span_size,
+        .dim = s->dim,
+        .spans = s->span_table + item->request * s->max_spans,
+        .kv_head = item->kv_head,
+        .end = s->kv_lens[item->request] - s->q_lens[item->request] + item->row + item->rows,
+    };
+}
+
+/* The next block is the one at `key`, or the first of the item that this thread will probably run next. */
+static void aim_next(struct walk *w, int64_t key) {
+    const struct step *s = w->j->s;
+    if (key < w->cache.end && !(s->states && key % SPLIT == 0)) {
+        aim(&w->fetch, &w->cache, key);
+    } else if (w->index + 1 < s->item_count) {
+        const struct item *next = &s->items[w->index + 1];
+        struct cache_view view = view_of(w->j, next);
+        aim(&w->fetch, &view, s->states ? next->split * SPLIT : 0);
+    } else {
+        w->fetch.chunks = 0;
+    }
+}
+
 /* The state of keys [split * SPLIT, ...) up to the last row's own, into w->part. */
-static void walk_split(const struct walk *w, int64_t split) {
+static void walk_split(struct walk *w, int64_t split) {
     int64_t keys = w->position + w->item.rows; /* seen by the last row */
     int64_t end = (split + 1) * SPLIT < keys ? (split + 1) * SPLIT : keys;
     clear_state(w);
     for (int64_t key = split * SPLIT; key < end; key += BLOCK) {
         int64_t count = end - key < BLOCK ? end - key : BLOCK;
-        load_keys(&w->cache, key, count, w->keys);
-        load_values(&w->cache, key, count, w->values);
+        aim_next(w, key + BLOCK);
+        load_keys(&w->cache, key, count, w->keys, &w->fetch);
         for (int64_t first = 0; first < w->vectors;) {
             struct slice c = slice_at(w, first);
             attend_slice(w, &c, key);
@@ -190,30 +244,27 @@ static int prepare(struct walk *w, struct job *j, int64_t index) {
     const struct step *s = j->s;
     w->j = j;
     w->item = s->items[index];
+    w->index = index;
     w->heads = group_heads(s);
     w->vectors = w->item.rows * w->heads;
     w->dim = s->dim;
     w->padded = padded_dim(s);
     w->position = s->kv_lens[w->item.request] - s->q_lens[w->item.request] + w->item.row;
-    w->cache = (struct cache_block){
-        j->k_cache,   j->v_cache, j->dtype, s->kv_heads, s->span_size, s->dim,
-        s->span_table + w->item.request * s->max_spans, w->item.kv_head,
-        w->position + w->item.rows,
-    };
+    w->cache = view_of(j, &w->item);
     int64_t state = state_size(s, w->vectors), q = w->vectors * w->dim;
     int64_t block = w->padded * BLOCK, scores = TILE_ROWS * BLOCK;
-    float *memory = pool_scratch((size_t)(2 * block + scores + 2 * state + q) * sizeof(float));
+    int64_t narrow = LANES * PANEL;
+    float *memory = pool_scratch((size_t)(block + scores + narrow + 2 * state + q) * sizeof(float));
     if (!memory) {
         j->failed = 1;
         return 0;
     }
     w->keys = memory;
-    w->values = w->keys + block;
-    w->scores = w->values + block;
-    w->part = state_at(w->scores + scores, w->vectors);
-    w->total = state_at(w->scores + scores + state, w->vectors);
-    w->q = w->scores + scores + 2 * state;
-    memset(w->values, 0, (size_t)block * sizeof(float)); /* lanes beyond dim stay zero */
+    w->scores = w->keys + block;
+    w->narrow = w->scores + scores;
+    w->q = w->narrow + narrow;
+    w->part = state_at(w->q + q, w->vectors);
+    w->total = state_at(w->q + q + state, w->vectors);
     for (int64_t first = 0; first < w->vectors;) {
         struct slice c = slice_at(w, first);
         pack_queries(w, &c);
@@ -255,23 +306,22 @@ static void merge_item(struct job *j, int64_t index) {
     write_rows(&w, w.total);
 }
 
-/* Requests without keys pad a batch: no items exist for them, their rows are zero. */
-static void clear_padding(const struct job *j) {
-    const struct step *s = j->s;
-    int64_t width = s->q_heads * s->dim;
-    for (int64_t r = 0; r < s->requests; r++)
-        if (s->kv_lens[r] == 0)
-            memset(j->out + s->cu_q[r] * width, 0, (size_t)(s->q_lens[r] * width) * sizeof(float));
-}
-
-EXPORT int ask_paged_attention(const struct step *s, const float *q, int64_t ldq, const void *k_cache,
-                               const void *v_cache, int64_t dtype, float scale, float *out) {
+int attend_live(const struct step *s, const float *q, int64_t ldq, const void *k_cache, const void *v_cache,
+                int64_t dtype, float scale, float *out) {
     uint64_t saved = denormals_off();
     struct job j = {s, q, ldq, k_cache, v_cache, dtype, scale, out, 0};
-    clear_padding(&j);
     pool_run(run_item, &j, s->item_count);
     if (s->states)
         for (int64_t i = 0; i < s->item_count; i++) merge_item(&j, i);
     denormals_restore(saved);
     return j.failed;
+}
+
+EXPORT int ask_paged_attention(const struct step *s, const float *q, int64_t ldq, const void *k_cache,
+                               const void *v_cache, int64_t dtype, float scale, float *out) {
+    int64_t width = s->q_heads * s->dim;
+    for (int64_t r = 0; r < s->requests; r++)
+        if (s->kv_lens[r] == 0)
+            memset(out + s->cu_q[r] * width, 0, (size_t)(s->q_lens[r] * width) * sizeof(float));
+    return attend_live(s, q, ldq, k_cache, v_cache, dtype, scale, out);
 }

@@ -39,15 +39,42 @@ INLINE int64_t state_size(const struct step *s, int64_t vectors) {
     return vectors * (1 + LANES + padded_dim(s));
 }
 
-/* Keys [0, count) of a block, transposed to [dim][BLOCK]; values to panels [dim / 32][BLOCK][32].
- * Columns of absent keys are zero; rows of absent values are left alone. */
-struct cache_block {
+/* Where one KV head of a request lies in the cache. */
+struct cache_view {
     const void *k_cache, *v_cache;
     int64_t dtype, kv_heads, span_size, dim;
     const int32_t *spans; /* of the request */
     int64_t kv_head, end; /* end: keys that exist */
 };
-void load_keys(const struct cache_block *c, int64_t first, int64_t count, float *keys);
-void load_values(const struct cache_block *c, int64_t first, int64_t count, float *values);
+
+/* Memory of the block that comes next. It is asked for a few lines at a time between the pieces of work on
+ * the current block: all at once would fill the core's miss buffers and stall it. */
+struct fetch {
+    const char *chunk[4]; /* keys and values of 16 rows each; rows of a span are contiguous */
+    int64_t chunks, bytes; /* bytes of a chunk */
+    int64_t step;          /* bytes asked for at a time */
+    int64_t at;            /* bytes of the last chunk that were asked for */
+};
+void aim(struct fetch *f, const struct cache_view *c, int64_t key);
+INLINE void fetch_some(struct fetch *f) {
+    for (int64_t i = 0; i < f->step && f->chunks > 0; i += 64) {
+        __builtin_prefetch(f->chunk[f->chunks - 1] + f->at);
+        f->at += 64;
+        if (f->at < f->bytes) continue;
+        f->at = 0;
+        f->chunks--;
+    }
+}
+
+/* Keys [first, first + count) of a block, transposed to [dim][BLOCK]; columns of absent keys are zero. */
+void load_keys(const struct cache_view *c, int64_t first, int64_t count, float *keys, struct fetch *f);
+
+/* The value rows of 16 keys, or what is left of a span, from key `first` on: `panel` floats of dimension
+ * `d` (a multiple of 32) on. Narrow heads are copied to `copy` [16][PANEL], whose other columns are zero. */
+struct value_rows {
+    const void *rows;
+    int64_t row_bytes, dtype;
+};
+struct value_rows value_rows(const struct cache_view *c, int64_t first, int64_t count, int64_t d, float *copy);
 
 #endif

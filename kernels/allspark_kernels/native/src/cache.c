@@ -3,19 +3,23 @@
 #include "attention.h"
 
 /* index of the first element of the key's (or value's) row */
-static int64_t row_index(const struct cache_block *c, int64_t key) {
+static int64_t row_index(const struct cache_view *c, int64_t key) {
     int64_t span = c->spans[key / c->span_size], offset = key % c->span_size;
     return ((span * c->kv_heads + c->kv_head) * c->span_size + offset) * c->dim;
 }
 
-/* Asks for the rows of the 16 keys one block on, while this block is worked on: a span is too short a
- * stream for the hardware to follow. */
-static void fetch_ahead(const struct cache_block *c, const void *cache, int64_t key) {
-    key += BLOCK;
-    if (key >= c->end) return;
-    int64_t bytes = LANES * c->dim * dtype_bytes((int)c->dtype);
-    const char *rows = (const char *)cache + row_index(c, key) * dtype_bytes((int)c->dtype);
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows + i);
+void aim(struct fetch *f, const struct cache_view *c, int64_t key) {
+    enum { PIECES = 11 /* calls of fetch_some during the work on a block, about */ };
+    int64_t bytes = dtype_bytes((int)c->dtype);
+    f->chunks = 0;
+    for (int64_t part = 0; part < BLOCK && key + part < c->end; part += LANES) {
+        int64_t index = row_index(c, key + part);
+        f->chunk[f->chunks++] = (const char *)c->v_cache + index * bytes;
+        f->chunk[f->chunks++] = (const char *)c->k_cache + index * bytes;
+    }
+    f->bytes = LANES * c->dim * bytes;
+    f->step = f->chunks * f->bytes / PIECES + 1;
+    f->at = 0;
 }
 
 INLINE vf load_some(const void *cache, int64_t index, int64_t n, int dtype) {
@@ -26,20 +30,20 @@ INLINE vf load_some(const void *cache, int64_t index, int64_t n, int dtype) {
     return vload_as(copy, 0, dtype);
 }
 
-/* to[16][BLOCK] = 16 dimensions of `count` rows, from element `index` on; rows that are absent are zero */
-INLINE void transpose_16(const struct cache_block *c, int64_t index, int64_t count, int64_t n, const int dtype,
+/* to[16][PANEL] = 16 dimensions of `count` rows, from element `index` on; rows that are absent are zero */
+INLINE void transpose_16(const struct cache_view *c, int64_t index, int64_t count, int64_t n, const int dtype,
                          float *to) {
     vu rows[16];
     if (count == LANES && n >= LANES) {
         UNROLL for (int i = 0; i < LANES; i++) rows[i] = as_vu(vload_as(c->k_cache, index + i * c->dim, dtype));
         transpose16(rows);
-        UNROLL for (int i = 0; i < LANES; i++) vstore(to + i * BLOCK, as_vf(rows[i]));
+        UNROLL for (int i = 0; i < LANES; i++) vstore(to + i * PANEL, as_vf(rows[i]));
         return;
     }
     for (int64_t i = 0; i < LANES; i++)
         rows[i] = i < count ? as_vu(load_some(c->k_cache, index + i * c->dim, n, dtype)) : vsetu(0);
     transpose16(rows);
-    for (int64_t i = 0; i < LANES && i < n; i++) vstore(to + i * BLOCK, as_vf(rows[i]));
+    for (int64_t i = 0; i < LANES && i < n; i++) vstore(to + i * PANEL, as_vf(rows[i]));
 }
 
 /* bf16 moves in pairs: one transposition serves 32 dimensions, a shift or a mask widens a row */
@@ -52,65 +56,51 @@ INLINE void transpose_32(const char *from, int64_t row_bytes, int64_t count, flo
     }
     transpose16(rows);
     UNROLL for (int i = 0; i < LANES; i++) {
-        vstore(to + 2 * i * BLOCK, as_vf(rows[i] << 16));
-        vstore(to + (2 * i + 1) * BLOCK, as_vf(rows[i] & 0xffff0000u));
+        vstore(to + 2 * i * PANEL, as_vf(rows[i] << 16));
+        vstore(to + (2 * i + 1) * PANEL, as_vf(rows[i] & 0xffff0000u));
     }
 }
 
-INLINE void transpose_keys(const struct cache_block *c, int64_t index, int64_t count, const int dtype, float *to) {
-    for (int64_t d = 0; d < c->dim; d += LANES)
-        transpose_16(c, index + d, count, c->dim - d, dtype, to + d * BLOCK);
+INLINE void transpose_keys(const struct cache_view *c, int64_t index, int64_t count, const int dtype, float *to,
+                           struct fetch *f) {
+    for (int64_t d = 0; d < c->dim; d += LANES) {
+        fetch_some(f);
+        transpose_16(c, index + d, count, c->dim - d, dtype, to + d * PANEL);
+    }
 }
 
-static void transpose_pairs(const struct cache_block *c, int64_t index, int64_t count, float *to) {
-    for (int64_t d = 0; d < c->dim; d += 2 * LANES)
-        transpose_32((const char *)c->k_cache + (index + d) * 2, c->dim * 2, count, to + d * BLOCK);
+static void transpose_pairs(const struct cache_view *c, int64_t index, int64_t count, float *to, struct fetch *f) {
+    for (int64_t d = 0; d < c->dim; d += 2 * LANES) {
+        fetch_some(f);
+        transpose_32((const char *)c->k_cache + (index + d) * 2, c->dim * 2, count, to + d * PANEL);
+    }
 }
 
-void load_keys(const struct cache_block *c, int64_t first, int64_t count, float *keys) {
-    for (int64_t half = 0; half < BLOCK; half += LANES, keys += LANES) {
-        int64_t present = count - half < LANES ? count - half : LANES;
+void load_keys(const struct cache_view *c, int64_t first, int64_t count, float *keys, struct fetch *f) {
+    for (int64_t part = 0; part < BLOCK; part += LANES) {
+        int64_t present = count - part < LANES ? count - part : LANES;
+        float *to = keys + part;
         if (present <= 0) {
-            for (int64_t d = 0; d < c->dim; d++) vstore(keys + d * BLOCK, vset(0.0f));
+            for (int64_t d = 0; d < c->dim; d++) vstore(to + d * PANEL, vset(0.0f));
             continue;
         }
-        int64_t index = row_index(c, first + half);
-        fetch_ahead(c, c->k_cache, first + half);
-        if (c->dtype == DT_F32) transpose_keys(c, index, present, DT_F32, keys);
-        else if (c->dtype == DT_F16) transpose_keys(c, index, present, DT_F16, keys);
-        else if (c->dim % (2 * LANES)) transpose_keys(c, index, present, DT_BF16, keys);
-        else transpose_pairs(c, index, present, keys);
+        int64_t index = row_index(c, first + part);
+        if (c->dtype == DT_F32) transpose_keys(c, index, present, DT_F32, to, f);
+        else if (c->dtype == DT_F16) transpose_keys(c, index, present, DT_F16, to, f);
+        else if (c->dim % (2 * LANES)) transpose_keys(c, index, present, DT_BF16, to, f);
+        else transpose_pairs(c, index, present, to, f);
     }
 }
 
-/* to[count][PANEL] = up to 32 dimensions of `count` rows, from element `index` on */
-INLINE void widen_panel(const struct cache_block *c, int64_t index, int64_t count, int64_t n, const int dtype,
-                        float *to) {
-    if (n >= PANEL) {
-        for (int64_t i = 0; i < count; i++, index += c->dim, to += PANEL) {
-            vstore(to, vload_as(c->v_cache, index, dtype));
-            vstore(to + LANES, vload_as(c->v_cache, index + LANES, dtype));
-        }
-        return;
+struct value_rows value_rows(const struct cache_view *c, int64_t first, int64_t count, int64_t d, float *copy) {
+    int64_t index = row_index(c, first) + d, bytes = dtype_bytes((int)c->dtype), n = c->dim - d;
+    if (n >= PANEL)
+        return (struct value_rows){(const char *)c->v_cache + index * bytes, c->dim * bytes, c->dtype};
+    for (int64_t i = 0; i < count; i++, index += c->dim) {
+        vstore(copy + i * PANEL, load_some(c->v_cache, index, n, (int)c->dtype));
+        vf rest = vset(0.0f);
+        if (n > LANES) rest = load_some(c->v_cache, index + LANES, n - LANES, (int)c->dtype);
+        vstore(copy + i * PANEL + LANES, rest);
     }
-    for (int64_t i = 0; i < count; i++, index += c->dim, to += PANEL) {
-        vstore(to, load_some(c->v_cache, index, n, dtype));
-        if (n > LANES) vstore(to + LANES, load_some(c->v_cache, index + LANES, n - LANES, dtype));
-    }
-}
-
-INLINE void widen_values(const struct cache_block *c, int64_t index, int64_t count, const int dtype, float *to) {
-    for (int64_t d = 0; d < c->dim; d += PANEL, to += BLOCK * PANEL)
-        widen_panel(c, index + d, count, c->dim - d, dtype, to);
-}
-
-void load_values(const struct cache_block *c, int64_t first, int64_t count, float *values) {
-    for (int64_t half = 0; half < count; half += LANES) {
-        int64_t present = count - half < LANES ? count - half : LANES;
-        int64_t index = row_index(c, first + half);
-        fetch_ahead(c, c->v_cache, first + half);
-        if (c->dtype == DT_F32) widen_values(c, index, present, DT_F32, values + half * PANEL);
-        else if (c->dtype == DT_BF16) widen_values(c, index, present, DT_BF16, values + half * PANEL);
-        else widen_values(c, index, present, DT_F16, values + half * PANEL);
-    }
+    return (struct value_rows){copy, PANEL * sizeof(float), DT_F32};
 }

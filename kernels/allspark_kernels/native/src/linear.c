@@ -4,7 +4,8 @@
 #include "pool.h"
 
 enum {
-    K_BLOCK = 2048,          /* k's taken at a time: a panel's part stays in L2 from tile to tile */
+    BLOCK_BYTES = 128 << 10, /* of a panel taken at a time: it stays in L2 from tile to tile */
+    AHEAD = 4096,            /* distance of fetching weights with a single tile: measured best */
     GROUP_BYTES = 384 << 10, /* activations of one work item: they stay in L2 from panel to panel */
     MAX_GROUP = 16,          /* row tiles of one work item */
     PARALLEL_PACK = 65536    /* activations from which packing them is worth waking the pool */
@@ -37,16 +38,21 @@ static void pack_rows(void *context, int64_t tile) {
 
 /* row tiles [first, end) of one panel */
 static void run_panel(const struct job *j, struct tile t, int64_t first, int64_t end) {
-    int64_t depth = j->w->k, dtype = j->w->dtype;
+    int64_t depth = j->w->k, dtype = j->w->dtype, row_bytes = PANEL * dtype_bytes((int)dtype), tiles = end - first;
+    int64_t block = tiles == 1 ? depth : BLOCK_BYTES / row_bytes;
     const char *panel = t.panel;
     float *out = t.out;
-    for (int64_t k0 = 0; k0 < depth; k0 += K_BLOCK, t.start = NULL) {
-        t.depth = depth - k0 < K_BLOCK ? depth - k0 : K_BLOCK;
-        t.panel = panel + k0 * PANEL * dtype_bytes((int)dtype);
+    t.ahead_step = row_bytes / tiles;
+    for (int64_t k0 = 0; k0 < depth; k0 += block, t.start = NULL) {
+        t.depth = depth - k0 < block ? depth - k0 : block;
+        t.panel = panel + k0 * row_bytes;
         t.out = out;
+        /* each tile fetches its share of the next block (at the end: of the next panel) */
+        const char *next = (const char *)t.panel + (tiles == 1 ? AHEAD : t.depth * row_bytes);
         for (int64_t i = first; i < end; i++) {
             int64_t row = tile_start(j, i), rows = tile_start(j, i + 1) - row;
             t.x = j->packed + row * depth + k0 * rows;
+            t.ahead = next + (i - first) * t.depth * t.ahead_step;
             weight_tiles[rows][dtype](&t);
             t.out += rows * t.ldo;
         }

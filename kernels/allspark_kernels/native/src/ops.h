@@ -31,4 +31,8 @@ int ask_rotary_kv_write(float *q, const float *k, const float *v, int64_t ldq, i
 int ask_paged_attention(const struct step *s, const float *q, int64_t ldq, const void *k_cache,
                         const void *v_cache, int64_t dtype, float scale, float *out);
 
+/* The same, but rows of requests without keys (the padding of a batch) are left alone instead of zeroed. */
+int attend_live(const struct step *s, const float *q, int64_t ldq, const void *k_cache, const void *v_cache,
+                int64_t dtype, float scale, float *out);
+
 #endif

@@ -15,10 +15,16 @@
 
 enum { MAX_THREADS = 256, SPIN_NS = 30000, STACK_BYTES = 1 << 20 };
 
-/* `ticket` = epoch << 32 | next item. The epoch is odd while a job is being written and even while it
- * is open, so a compare-and-swap on the ticket proves that fn, context and items belong to its epoch. */
+/* The items of a job are dealt out in parts, at most one for each thread. `ticket` of a part = epoch << 32 |
+ * next item. Before a job is written, all tickets get an odd epoch, which no worker looks for; so a
+ * compare-and-swap on a ticket proves that fn, context, items and parts belong to its epoch. */
+struct part {
+    _Alignas(64) _Atomic uint64_t ticket;
+};
 static struct {
-    _Atomic uint64_t ticket;
+    struct part part[MAX_THREADS];
+    _Atomic uint32_t epoch; /* of the open job; set after all tickets */
+    _Atomic int parts;
     _Atomic(pool_fn) fn;
     _Atomic(void *) context;
     _Atomic int64_t items;
@@ -94,17 +100,20 @@ void *pool_scratch(size_t bytes) {
     return memory;
 }
 
-/* Runs items of epoch `epoch` until none is left to claim. */
-static void work(uint32_t epoch) {
+static int64_t part_start(int64_t items, int part, int parts) { return items * part / parts; }
+
+/* Runs items of one part until none is left to claim. */
+static void work_part(uint32_t epoch, int part) {
     for (;;) {
-        uint64_t ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
+        uint64_t ticket = atomic_load_explicit(&pool.part[part].ticket, memory_order_acquire);
         if ((uint32_t)(ticket >> 32) != epoch) return;
         pool_fn fn = atomic_load_explicit(&pool.fn, memory_order_relaxed);
         void *context = atomic_load_explicit(&pool.context, memory_order_relaxed);
         int64_t items = atomic_load_explicit(&pool.items, memory_order_relaxed);
+        int parts = atomic_load_explicit(&pool.parts, memory_order_relaxed);
         int64_t item = (int64_t)(uint32_t)ticket;
-        if (item >= items) return;
-        if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + 1)) continue;
+        if (part >= parts || item >= part_start(items, part + 1, parts)) return;
+        if (!atomic_compare_exchange_weak(&pool.part[part].ticket, &ticket, ticket + 1)) continue;
         fn(context, item);
         if (atomic_fetch_add(&pool.done, 1) + 1 == items && atomic_load(&pool.caller_sleeps)) {
             atomic_store(&pool.caller_sleeps, 0);
@@ -113,30 +122,36 @@ static void work(uint32_t epoch) {
     }
 }
 
+/* Runs items of job `epoch`: those of part `first`, then those that other threads have left. */
+static void work(uint32_t epoch, int first) {
+    int parts = atomic_load(&pool.parts);
+    for (int i = 0; i < parts; i++) work_part(epoch, (first + i) % parts);
+}
+
 /* Waits for an open epoch other than `seen`: spins briefly, then sleeps so that others have the core. */
 static uint32_t next_epoch(uint32_t seen) {
     int64_t until = now_ns() + SPIN_NS;
     for (int spins = 1;; spins++) {
         uint32_t bell = atomic_load(&pool.bell);
-        uint32_t epoch = (uint32_t)(atomic_load(&pool.ticket) >> 32);
-        if ((epoch != seen && epoch % 2 == 0) || atomic_load(&pool.stop)) return epoch;
+        uint32_t epoch = atomic_load(&pool.epoch);
+        if (epoch != seen || atomic_load(&pool.stop)) return epoch;
         if (spins % 16 || now_ns() < until) {
             relax();
             continue;
         }
         atomic_fetch_add(&pool.sleepers, 1);
-        if ((uint32_t)(atomic_load(&pool.ticket) >> 32) == epoch && !atomic_load(&pool.stop))
+        if (atomic_load(&pool.epoch) == epoch && !atomic_load(&pool.stop))
             futex_wait(&pool.bell, bell);
         atomic_fetch_sub(&pool.sleepers, 1);
         until = now_ns() + SPIN_NS;
     }
 }
 
-static void *worker(void *first_epoch) {
+static void *worker(void *part) {
     denormals_off();
-    uint32_t epoch = (uint32_t)(uintptr_t)first_epoch;
+    uint32_t epoch = atomic_load(&pool.epoch);
     while (!atomic_load(&pool.stop)) {
-        work(epoch);
+        work(epoch, (int)(uintptr_t)part);
         epoch = next_epoch(epoch);
     }
     return NULL;
@@ -150,7 +165,6 @@ static void ring(void) {
 /* A child process has no workers: it forgets the parent's and starts its own when it needs them. */
 static void forget_workers(void) {
     pool.started = 0;
-    atomic_store(&pool.ticket, 0);
     atomic_store(&pool.sleepers, 0);
     pthread_mutex_init(&pool_lock, NULL);
 }
@@ -161,9 +175,9 @@ static void start_workers(int count) {
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    uintptr_t epoch = atomic_load(&pool.ticket) >> 32;
     while (pool.started < count) {
-        if (pthread_create(&pool.workers[pool.started], &attributes, worker, (void *)epoch)) break;
+        void *part = (void *)(uintptr_t)(pool.started + 1);
+        if (pthread_create(&pool.workers[pool.started], &attributes, worker, part)) break;
         pool.started++; /* fewer threads than wanted is slower, never wrong */
     }
     pthread_attr_destroy(&attributes);
@@ -205,16 +219,20 @@ static void wait_done(int64_t items) {
 
 static void run_shared(pool_fn fn, void *context, int64_t items) {
     if (pool.started < pool.wanted - 1) start_workers(pool.wanted - 1);
-    uint64_t epoch = (atomic_load(&pool.ticket) >> 32) + 1;
-    atomic_store(&pool.ticket, (epoch << 32) | UINT32_MAX); /* closed: nothing can be claimed */
+    uint32_t epoch = atomic_load(&pool.epoch);
+    int parts = pool.wanted < items ? pool.wanted : (int)items;
+    for (int i = 0; i < pool.wanted; i++) atomic_store(&pool.part[i].ticket, (uint64_t)(epoch + 1) << 32);
     atomic_store(&pool.fn, fn);
     atomic_store(&pool.context, context);
     atomic_store(&pool.items, items);
+    atomic_store(&pool.parts, parts);
     atomic_store(&pool.done, 0);
-    epoch = (epoch + 1) & UINT32_MAX;
-    atomic_store(&pool.ticket, epoch << 32);
+    epoch += 2;
+    for (int i = 0; i < parts; i++)
+        atomic_store(&pool.part[i].ticket, (uint64_t)epoch << 32 | (uint64_t)part_start(items, i, parts));
+    atomic_store(&pool.epoch, epoch);
     ring();
-    work((uint32_t)epoch);
+    work(epoch, 0);
     wait_done(items);
 }
 

@@ -1,6 +1,8 @@
 /* The thread pool: `pool_run` calls fn(context, i) once for each i in [0, items), on any thread.
  *
- * Items are claimed one by one, so a core that is busy elsewhere delays one item, not a share.
+ * Items are claimed one by one, so a core that is busy elsewhere delays one item, not a share. A thread
+ * begins with a contiguous part of the items (neighbours share cache lines and prefetched memory) and then
+ * helps the others.
  * The caller takes part. A second thread that calls while the pool is in use runs its own items itself.
  * Nothing may depend on which thread runs an item. */
 #ifndef ALLSPARK_POOL_H

@@ -28,7 +28,7 @@ static int run_call(const struct call *c, int64_t live) {
     case CALL_ROTARY:
         return ask_rotary_kv_write(P(0), P(1), P(2), a[3], a[4], a[5], P(6), a[7], P(8), P(9), P(10), P(11), a[12],
                                    a[13], each ? each * live : a[14], a[15], a[16], a[17], a[18], a[19]);
-    default: return ask_paged_attention(P(0), P(1), a[2], P(3), P(4), a[5], (float)c->f, P(7));
+    default: return attend_live(P(0), P(1), a[2], P(3), P(4), a[5], (float)c->f, P(7));
     }
 }
 

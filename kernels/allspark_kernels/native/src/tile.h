@@ -11,9 +11,9 @@ enum { PANEL = 32 }; /* columns of a panel: two vectors */
 
 /* Rows that keep their accumulators in registers; lower tiles exist for every height. */
 #if defined(__AVX512F__)
-enum { TILE_ROWS = 12, TILE_VECS = 2 };
+enum { TILE_ROWS = 12 };
 #else
-enum { TILE_ROWS = 6, TILE_VECS = 1 }; /* 16 registers of half the width */
+enum { TILE_ROWS = 6 }; /* 16 registers of half the width */
 #endif
 
 struct tile {
@@ -22,15 +22,18 @@ struct tile {
     const float *start; /* [PANEL]: what the chains start from, or NULL: they continue from `out` */
     float *out;         /* [rows][PANEL], ldo apart */
     int64_t ldo, depth;
+    const char *ahead; /* weight tiles: memory to fetch meanwhile, ahead_step bytes for each k */
+    int64_t ahead_step;
+    int64_t row_bytes; /* value tiles */
 };
 typedef void (*tile_fn)(const struct tile *);
 
-/* [rows][dtype]: x is [depth][rows]; a bf16 panel row is paired (see load_row), fetched well ahead */
+/* [rows][dtype]: x is [depth][rows]; a bf16 panel row is paired (see load_row) */
 extern const tile_fn weight_tiles[TILE_ROWS + 1][3];
 /* [rows]: the same with an fp32 panel that is in cache already */
-extern const tile_fn cached_tiles[TILE_ROWS + 1];
-/* [rows]: like cached_tiles, but x is [rows][PANEL] */
-extern const tile_fn score_tiles[TILE_ROWS + 1];
+extern const tile_fn key_tiles[TILE_ROWS + 1];
+/* [rows][dtype]: x is [rows][PANEL]; panel rows are in plain order, row_bytes apart */
+extern const tile_fn value_tiles[TILE_ROWS + 1][3];
 
 /* Row k of a panel as its two vectors. bf16: word i holds column i in its low and column i + 16 in its
  * high half, so that one shift and one mask widen the row. */
