@@ -102,12 +102,12 @@ def test_rows_do_not_depend_on_chunks(place: Place, dtype: torch.dtype) -> None:
     """A request is prefilled at once or in chunks, its generated tokens decoded or recomputed: same bits."""
     if place.name == "torch":
         pytest.skip("the oracle leaves the order of sums to its library")
-    length, generated = 150, 3
+    length, generated = (80 if dtype == F32 else 150), 3
     step = make_step([length], [length], (3, 1, 16), dtype=dtype, device=place.device, seed=8)
     whole = chunked(step, [length], generated)
     assert_close(whole, step.expected(), dtype, inner=dtype, size=8.0)
     decoded = list(range(length - generated, length + 1))
-    for cuts in ([64, *decoded], [1, 33, 100, 148, length]):
+    for cuts in ([64, *decoded], [1, 33, 70, length - 2, length]):
         assert torch.equal(chunked(step, cuts, generated), whole), f"chunks {cuts} differ"
 
 
