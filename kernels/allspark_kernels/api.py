@@ -3,7 +3,8 @@
 Every function raises ValueError when shapes, dtypes or strides do not fit together (a wrong number of
 dimensions shows as an unpacking error). The checks run in every layer of every step, so they are written
 for speed: one read of each attribute, no slices of torch.Size. Nothing reads tensor contents.
-"Compute dtype" is what ``backend.compute_dtype`` returns.
+"Compute dtype" is what ``backend.compute_dtype`` returns. On CUDA the tensors' device must be the current
+device of the calling thread, as for every kernel launch.
 
 Row t of every result depends, bit for bit, only on row t's inputs (and its own KV), never on how many
 other rows there are or where they stand; this holds for the native and the Triton implementation.
