@@ -11,11 +11,14 @@ from collections.abc import Callable
 import torch
 
 from .. import (
+    AttentionPlan,
     add_rms_norm,
+    capture,
     linear,
     pack_linear,
     paged_attention,
     plan_attention,
+    reserve_decode_plan,
     rms_norm,
     rotary_kv_write,
     silu_mul,
@@ -79,7 +82,7 @@ def bench_linear(name: str, shape: tuple[int, int], rows: int) -> None:
 
 
 class Model:
-    """Random bf16 weights of the whole model and a KV cache of ``requests`` requests."""
+    """Random bf16 weights of the whole model, and a KV cache for ``requests`` of ``context`` tokens."""
 
     def __init__(self, requests: int, context: int) -> None:
         def weight(shape: tuple[int, int]) -> PackedLinear:
@@ -89,39 +92,64 @@ class Model:
         self.layers = [{name: weight(SHAPES[name]) for name in names} for _ in range(LAYERS)]
         self.lm_head = weight(SHAPES["lm_head"])
         self.norm = torch.ones(HIDDEN)
-        self.spans_each = -(-context // SPAN)
-        shape = (LAYERS, 2, requests * self.spans_each, KV_HEADS, SPAN, DIM)
-        self.cache = torch.randn(shape).bfloat16()
+        spans = -(-context // SPAN)
+        self.table = torch.arange(requests * spans, dtype=torch.int32).view(requests, spans)
+        self.cache = torch.randn((LAYERS, 2, requests * spans, KV_HEADS, SPAN, DIM)).bfloat16()
         self.cos_sin = torch.randn(context, DIM)
 
-    def step(self, q_lens: list[int], kv_lens: list[int]) -> torch.Tensor:
-        """Logits [B, V] of the last token of each request."""
-        requests = len(q_lens)
-        table = torch.arange(requests * self.spans_each, dtype=torch.int32).view(requests, -1)
-        plan = plan_attention(q_lens, kv_lens, table, SPAN, "cpu", Q_HEADS, KV_HEADS, DIM)
-        spans = zip(q_lens, kv_lens, strict=True)
-        positions = torch.cat([torch.arange(n - m, n) for m, n in spans])
-        owner = torch.repeat_interleave(torch.arange(requests), torch.tensor(q_lens))
-        slots = owner * self.spans_each * SPAN + positions
-        residual = torch.randn(len(positions), HIDDEN)
+    def forward(
+        self, residual: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """Embedded tokens [T, H] (changed in place) -> normed output [T, H]."""
+        tokens = len(residual)
         x = rms_norm(residual, self.norm, 1e-5)
         for layer, (k_cache, v_cache) in zip(self.layers, self.cache, strict=True):
-            qkv = linear(x, layer["qkv"]).view(len(positions), -1, DIM)
+            qkv = linear(x, layer["qkv"]).view(tokens, -1, DIM)
             q, k, v = torch.split(qkv, [Q_HEADS, KV_HEADS, KV_HEADS], dim=1)
             rotary_kv_write(q, k, v, self.cos_sin, positions, slots, k_cache, v_cache)
-            x = paged_attention(q, k_cache, v_cache, plan, DIM**-0.5).view(len(positions), -1)
+            x = paged_attention(q, k_cache, v_cache, plan, DIM**-0.5).view(tokens, -1)
             x = add_rms_norm(linear(x, layer["attention out"]), residual, self.norm, 1e-5)
             x = linear(silu_mul(linear(x, layer["gate_up"])), layer["down"])
             x = add_rms_norm(x, residual, self.norm, 1e-5)
-        last = torch.tensor(q_lens).cumsum(0) - 1
-        return linear(x[last].contiguous(), self.lm_head)
+        return x
 
 
-def bench_step(title: str, q_lens: list[int], kv_lens: list[int]) -> None:
-    """One line: what a step costs and how many tokens a second that makes."""
-    model = Model(len(q_lens), max(kv_lens))
-    seconds = best_seconds(lambda _: model.step(q_lens, kv_lens), 3.0)
-    _say(f"{title:34} {seconds * 1e3:7.2f} ms  {sum(q_lens) / seconds:7.0f} tokens/s")
+def bench_decode(requests: int, context: int) -> None:
+    """One line: a captured decode step, all requests at the end of ``context`` tokens."""
+    model = Model(requests, context)
+    plan = reserve_decode_plan(requests, context, SPAN, "cpu", Q_HEADS, KV_HEADS, DIM)
+    residual = torch.randn(requests, HIDDEN)
+    positions = torch.full((requests,), context - 1)
+    slots = model.table[:, -1].long() * SPAN + (context - 1) % SPAN
+    kv_lens = [context] * requests
+
+    def forward() -> None:
+        linear(model.forward(residual, positions, slots, plan), model.lm_head)
+
+    replay = capture(forward, "cpu")
+
+    def step(_: int) -> None:
+        plan.refill(kv_lens, model.table)
+        replay()
+
+    _report(f"decode, {requests} requests, {context} tokens", best_seconds(step, 3.0), requests)
+
+
+def bench_prefill(context: int) -> None:
+    """One line: the prompt of one request in one step."""
+    model = Model(1, context)
+    positions = torch.arange(context)
+    residual = torch.randn(context, HIDDEN)
+
+    def step(_: int) -> None:
+        plan = plan_attention([context], [context], model.table, SPAN, "cpu", Q_HEADS, KV_HEADS, DIM)
+        linear(model.forward(residual, positions, positions, plan)[-1:], model.lm_head)
+
+    _report(f"prefill, {context} tokens", best_seconds(step, 3.0), context)
+
+
+def _report(title: str, seconds: float, tokens: int) -> None:
+    _say(f"{title:34} {seconds * 1e3:7.2f} ms  {tokens / seconds:7.0f} tokens/s")
 
 
 def _say(line: str) -> None:
@@ -136,11 +164,11 @@ def main() -> None:
         for name, shape in SHAPES.items():
             for rows in (1, 16, 128):
                 bench_linear(name, shape, rows)
-        bench_step("decode, 1 request, 256 tokens", [1], [256])
-        bench_step("decode, 16 requests, 256 tokens", [1] * 16, [256] * 16)
-        bench_step("decode, 1 request, 4096 tokens", [1], [4096])
-        bench_step("prefill, 128 tokens", [128], [128])
-        bench_step("prefill, 1024 tokens", [1024], [1024])
+        bench_decode(1, 256)
+        bench_decode(16, 256)
+        bench_decode(1, 4096)
+        bench_prefill(128)
+        bench_prefill(1024)
 
 
 if __name__ == "__main__":
