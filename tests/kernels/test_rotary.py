@@ -28,6 +28,8 @@ def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 def test_rotates_and_writes(
     place: Place, heads: tuple[int, int, int], dtype: torch.dtype, span_size: int
 ) -> None:
+    if place.name == "interpreter" and span_size == 128 and dtype != F32:
+        pytest.skip("the interpreter is slow: it runs every head shape and dtype with one span size")
     num_q_heads, num_kv_heads, dim = heads
     rotary_dim = dim // 2 if dim == 80 else dim
     table = angles(rotary_dim, 600)
