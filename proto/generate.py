@@ -18,8 +18,8 @@ PACKAGE = "allspark_proto"
 def generate(out: Path) -> None:
     """Writes *_pb2.py, *_pb2_grpc.py and their stubs below `out`/allspark_proto."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    common = ["protoc", f"-I{PACKAGE}={HERE}", f"--python_out={out}", f"--mypy_out={out}"]
-    service = [f"--grpc_python_out={out}", f"--mypy_grpc_out={out}"]
+    common = ["protoc", f"-I{PACKAGE}={HERE}", f"--python_out={out}", f"--mypy_out=quiet:{out}"]
+    service = [f"--grpc_python_out={out}", f"--mypy_grpc_out=quiet:{out}"]
     for name, extra in (("allspark_service.proto", service), ("fleet.proto", [])):
         if protoc.main([*common, *extra, f"{PACKAGE}/{name}"]) != 0:
             raise SystemExit(f"protoc failed on {name}")

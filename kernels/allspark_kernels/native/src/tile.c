@@ -22,6 +22,17 @@ INLINE void load_panel_row(const enum kind kind, const int dtype, const struct t
     w[1] = vload_as(row, LANES, dtype);
 }
 
+/* acc + x * w for one x. With AVX-512 the broadcast is part of the instruction: compilers load it apart to
+ * use it twice, which costs half as many slots again, and slots are what hyper-threads compete for. */
+INLINE vf fma_broadcast(const float *x, vf w, vf acc) {
+#if defined(__AVX512F__)
+    __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*x));
+    return acc;
+#else
+    return vfma(vset(*x), w, acc);
+#endif
+}
+
 INLINE void accumulate(const int R, const enum kind kind, const int dtype, const struct tile *t, int half,
                        accumulators acc) {
     const int k_step = kind == VALUE ? 1 : R, row_step = kind == VALUE ? PANEL : 1;
@@ -36,10 +47,8 @@ INLINE void accumulate(const int R, const enum kind kind, const int dtype, const
             line += t->ahead_step;
         }
         if (TILE_VECS == 1 && half) w[0] = w[1];
-        UNROLL for (int r = 0; r < R; r++) {
-            vf a = vset(x[r * row_step]);
-            UNROLL for (int v = 0; v < TILE_VECS; v++) acc[r][v] = vfma(a, w[v], acc[r][v]);
-        }
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < TILE_VECS; v++) acc[r][v] = fma_broadcast(x + r * row_step, w[v], acc[r][v]);
     }
 }
 
