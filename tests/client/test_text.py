@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from allspark import demo_model
-from allspark.text import TextError, TextStream, Tokenizer, load_tokenizer
-from allspark.text.chat import render_chat
-from allspark.text.gguf_header import read_header
+from allspark_workers.text import TextError, TextStream, Tokenizer, load_tokenizer
+from allspark_workers.text.chat import render_chat
+from allspark_workers.text.gguf_header import read_header
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers

@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from allspark.text.errors import TextError
+from allspark_workers.text.errors import TextError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -7,11 +7,11 @@ from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
-from allspark.text import gguf_tokenizer
-from allspark.text.chat import render_chat
-from allspark.text.errors import TextError
-from allspark.text.gguf_header import read_header
-from allspark.text.stream import TextStream
+from allspark_workers.text import gguf_tokenizer
+from allspark_workers.text.chat import render_chat
+from allspark_workers.text.errors import TextError
+from allspark_workers.text.gguf_header import read_header
+from allspark_workers.text.stream import TextStream
 
 __all__ = ["TextError", "Tokenizer", "load_tokenizer"]
 

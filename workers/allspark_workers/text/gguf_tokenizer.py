@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
-from allspark.text.errors import TextError
+from allspark_workers.text.errors import TextError
 
 _CONTROL, _USER_DEFINED = 3, 4
 

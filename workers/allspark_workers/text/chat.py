@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from allspark.text.errors import TextError
+from allspark_workers.text.errors import TextError
 
 
 def render_chat(
