@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 from allspark_workers.engine.errors import LedgerError
 
 
 class PageLedger:
-    """Span ids 0..total-1, each either free or held by exactly one owner.
+    """Span ids 0..total-1, each either free or held by one or more owners, each holding it at most once.
 
-    One span id stands for `2 * num_layers` frames: K and V of every layer for `span_size` tokens.
-    Invariant, verified by `check`: free + held == total, and nobody shares a span.
+    One span id stands for `2 * num_layers` frames: K and V of every layer for `span_size` tokens. A span with
+    several holders is read-only for all of them: who wants to write takes a copy first (copy on write).
+    Invariant, verified by `check`: free + held == total, and a span's count is the number of its holders.
     """
 
     def __init__(self, total: int) -> None:
@@ -19,6 +22,7 @@ class PageLedger:
         # Last in, first out: a span that was just released is the likeliest to be in a cache.
         self._free = list(range(total - 1, -1, -1))
         self._held: dict[str, list[int]] = {}
+        self._counts = [0] * total  # holders of each span
 
     @property
     def free(self) -> int:
@@ -49,25 +53,113 @@ class PageLedger:
         cut = len(self._free) - count
         spans = self._free[cut:][::-1]
         del self._free[cut:]
+        for span in spans:
+            self._counts[span] = 1
         self._held.setdefault(owner, []).extend(spans)
         return spans
 
+    def share(self, owner: str, spans: Sequence[int]) -> None:
+        """Let `owner` hold spans that somebody else holds already; their order is kept.
+
+        Raises LedgerError, changing nothing, for a span that is free or that `owner` holds already.
+        """
+        if not spans:
+            return
+        held = self._held.get(owner, [])
+        if len({*spans, *held}) != len(spans) + len(held):
+            raise LedgerError(f"{owner} would hold a span twice")
+        if not all(0 <= span < self.total and self._counts[span] for span in spans):
+            raise LedgerError(f"{owner} cannot share a span that nobody holds")
+        for span in spans:
+            self._counts[span] += 1
+        self._held.setdefault(owner, []).extend(spans)
+
+    def is_shared(self, span: int) -> bool:
+        """Whether several owners hold the span, so that none of them may write to it."""
+        return self._counts[span] > 1
+
+    def num_holders(self, span: int) -> int:
+        """Owners of the span; 0: it is free."""
+        return self._counts[span]
+
     def release(self, owner: str) -> int:
-        """Take back everything `owner` holds and return how many spans that was (0 if none)."""
+        """Take back everything `owner` holds and return how many spans that was (0 if none).
+
+        A span becomes free when its last holder gives it back.
+        """
         spans = self._held.pop(owner, None)
         if spans is None:
             return 0
-        self._free.extend(reversed(spans))
+        self._put_back(spans)
         return len(spans)
 
+    def drop(self, owner: str, spans: Sequence[int]) -> None:
+        """Take back some of the spans that `owner` holds.
+
+        Raises LedgerError, changing nothing, for a span that it does not hold.
+        """
+        gone = set(spans)
+        held = self._held.get(owner, [])
+        kept = [span for span in held if span not in gone]
+        if len(gone) != len(spans) or len(kept) + len(gone) != len(held):
+            raise LedgerError(f"{owner} does not hold every span that it gives back, or gives one back twice")
+        if kept:
+            self._held[owner] = kept
+        else:
+            self._held.pop(owner, None)
+        self._put_back(spans)
+
+    def exchange(self, holdings: Mapping[str, Sequence[int]]) -> None:
+        """Replace what each of these owners holds, in one move; spans that nobody keeps become free.
+
+        Raises LedgerError, changing nothing, for a span that is free, or listed twice for one owner.
+        """
+        for owner, spans in holdings.items():
+            if len(set(spans)) != len(spans):
+                raise LedgerError(f"{owner} would hold a span twice")
+            if not all(0 <= span < self.total and self._counts[span] for span in spans):
+                raise LedgerError(f"{owner} cannot take over a span that nobody holds")
+        before = [self._held.pop(owner, []) for owner in holdings]
+        for owner, spans in holdings.items():
+            for span in spans:
+                self._counts[span] += 1
+            if spans:
+                self._held[owner] = list(spans)
+        for given in before:
+            self._put_back(given)
+
+    def num_releasable(self, owners: Iterable[str]) -> int:
+        """Spans that would become free if all these owners gave back what they hold."""
+        holders: dict[int, int] = {}
+        for owner in set(owners):
+            for span in self._held.get(owner, ()):
+                holders[span] = holders.get(span, 0) + 1
+        return sum(self._counts[span] == count for span, count in holders.items())
+
+    def _put_back(self, spans: Sequence[int]) -> None:
+        for span in reversed(spans):
+            self._counts[span] -= 1
+            if self._counts[span] == 0:
+                self._free.append(span)
+
     def check(self) -> None:
-        """Raise LedgerError unless free + held == total and no span appears twice."""
-        held = [span for spans in self._held.values() for span in spans]
-        if len(self._free) + len(held) != self.total:
-            raise LedgerError(f"{len(self._free)} free + {len(held)} held spans != {self.total} in total")
-        seen = set(self._free) | set(held)
-        if len(seen) != self.total or (seen and (min(seen) < 0 or max(seen) >= self.total)):
-            raise LedgerError("a span is free and held, or held twice, or outside the pool")
+        """Raise LedgerError unless free + held == total and every count is the number of holders."""
+        counts = [0] * self.total
+        for owner, spans in self._held.items():
+            if len(set(spans)) != len(spans):
+                raise LedgerError(f"{owner} holds a span twice")
+            for span in spans:
+                if not 0 <= span < self.total:
+                    raise LedgerError(f"{owner} holds span {span}, which is outside the pool")
+                counts[span] += 1
+        num_held = sum(count > 0 for count in counts)
+        if len(self._free) + num_held != self.total:
+            raise LedgerError(f"{len(self._free)} free + {num_held} held spans != {self.total} in total")
+        if len({*self._free}) != len(self._free) or any(counts[span] for span in self._free):
+            raise LedgerError("a span is free twice, or free and held")
+        if counts != self._counts:
+            wrong = next(span for span in range(self.total) if counts[span] != self._counts[span])
+            raise LedgerError(f"span {wrong} counts {self._counts[wrong]} holders, {counts[wrong]} hold it")
         empty = [owner for owner, spans in self._held.items() if not spans]
         if empty:
             raise LedgerError(f"owners without spans are still listed: {empty[:5]}")
