@@ -17,17 +17,21 @@ from .api import (
 )
 from .backend import backend_for, compute_dtype, use_backend
 from .graphs import capture
+from .kv_format import CacheMode, KVFormat, kv_format
 from .plan import AttentionPlan, plan_attention, reserve_decode_plan
 from .types import PackedLinear, SamplingBatch
 
 __all__ = [
     "AttentionPlan",
+    "CacheMode",
+    "KVFormat",
     "PackedLinear",
     "SamplingBatch",
     "add_rms_norm",
     "backend_for",
     "capture",
     "compute_dtype",
+    "kv_format",
     "linear",
     "mark_seen",
     "pack_linear",

@@ -13,6 +13,7 @@ other rows there are or where they stand; this holds for the native and the Trit
 import torch
 
 from .backend import ops_for, ops_named
+from .kv_format import GRANULE, QUANTISED_DTYPES, cache_row_width
 from .plan import AttentionPlan
 from .types import FLOAT_DTYPES, PackedLinear, SamplingBatch
 
@@ -85,7 +86,8 @@ def rotary_kv_write(
     q [T, Hq, D], k and v [T, Hk, D] may be strided views of one fused output (rows ``stride(0)`` apart,
     the last two dimensions contiguous). cos_sin [max_pos, R] float32 holds [cos(R/2) | sin(R/2)] per
     position, R <= D; the pair (x[i], x[i + R/2]) turns together. positions, slots [T] int64;
-    slot = span * span_size + offset, a negative slot is not written. Caches [num_spans, Hk, span_size, D].
+    slot = span * span_size + offset, a negative slot is not written. Caches [num_spans, Hk, span_size, D]
+    of floats, or quantised as ``kv_format`` says (int8 or uint8, last dimension D + 8 or D / 2 + 8).
     Positions must lie below max_pos and slots inside the cache: they are not checked on the device.
     """
     tokens, _, dim = q.shape
@@ -117,7 +119,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal softmax(q k^T * scale) v of every token of the step over its request's cached keys.
 
-    q [T, Hq, D] (rows may be strided, heads contiguous), caches [num_spans, Hk, span_size, D],
+    q [T, Hq, D] (rows may be strided, heads contiguous), caches as for ``rotary_kv_write``,
     result [T, Hq, D] contiguous in the dtype of q. The plan says which tokens belong to which request;
     this step's K and V must already be in the cache.
     """
@@ -196,11 +198,22 @@ def _check_caches(
     """Number and size of the spans of a pair of caches that fit together."""
     shape = k_cache.shape
     num_spans, heads, span_size, cache_dim = shape
-    if heads != num_kv_heads or cache_dim != dim or v_cache.shape != shape:
-        raise _mismatch(f"caches must be [num_spans, {num_kv_heads}, span_size, {dim}]", k_cache, v_cache)
+    width = dim
+    if k_cache.dtype in QUANTISED_DTYPES:
+        width = _quantised_width(k_cache, v_cache, dim)
+    if heads != num_kv_heads or cache_dim != width or v_cache.shape != shape:
+        raise _mismatch(f"caches must be [num_spans, {num_kv_heads}, span_size, {width}]", k_cache, v_cache)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise _mismatch("caches must be contiguous", k_cache, v_cache)
     return num_spans, span_size
+
+
+def _quantised_width(k_cache: torch.Tensor, v_cache: torch.Tensor, dim: int) -> int:
+    if dim % GRANULE or v_cache.dtype is not k_cache.dtype:
+        raise _mismatch(
+            f"quantised caches need one dtype and a head size {GRANULE} n, not {dim}", k_cache, v_cache
+        )
+    return cache_row_width(k_cache.dtype, dim)
 
 
 def _mismatch(rule: str, *tensors: torch.Tensor) -> ValueError:

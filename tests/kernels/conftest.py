@@ -51,6 +51,12 @@ def sampling_place(request: pytest.FixtureRequest) -> Iterator[Place]:
     yield from enter(request.param)
 
 
+@pytest.fixture(params=[TORCH], ids=lambda place: place.name)
+def cache_place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """Every implementation of the KV cache; on the CPU all of them take float32 activations."""
+    yield from enter(request.param)
+
+
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill every tensor from torch.empty with NaN, so that a value nobody wrote shows."""

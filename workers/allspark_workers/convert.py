@@ -84,6 +84,7 @@ def model_config(record: ModelRecord, settings: WorkerSettings) -> ModelConfig:
         span_size=config.cache_span_size,
         kv_bytes=int(settings.kv_memory or 0),
         num_threads=config.num_threads or settings.num_threads,
+        cache_mode=config.cache_mode,
     )
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..kv_format import CacheMode, cache_mode_of
 from ..plan import AttentionPlan, Int32Array
+from .kv_quant import load_spans
 from .precision import wide
 
 TILE = 32
@@ -82,7 +84,7 @@ def paged_attention(
     scale: float,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [T, Hq, D], caches [num_spans, Hk, span_size, D] -> [T, Hq, D]."""
+    """q [T, Hq, D], caches [num_spans, Hk, span_size, D] or quantised -> [T, Hq, D]."""
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     groups: list[TileGroup] = plan.state
@@ -97,7 +99,8 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of one group: [n, height, Hq, D]."""
     num_tiles, height = group.tokens.shape
-    num_kv_heads, span_size, dim = k_cache.shape[1:]
+    num_kv_heads, span_size, _ = k_cache.shape[1:]
+    dim = q.shape[-1]
     ratio = q.shape[1] // num_kv_heads
     tiles = wide(q[group.tokens]) * scale
     tiles = tiles.view(num_tiles, height, num_kv_heads, ratio, dim).permute(0, 2, 3, 1, 4)
@@ -130,8 +133,7 @@ def _partial(
     offsets = torch.arange(k_cache.shape[2], device=spans.device)
     is_written = (offsets < group.pair_num_keys[pairs].unsqueeze(1))[:, None, :, None]
     zero = torch.zeros((), dtype=tiles.dtype, device=tiles.device)
-    keys = torch.where(is_written, k_cache[spans].to(tiles.dtype), zero)
-    values = torch.where(is_written, v_cache[spans].to(tiles.dtype), zero)
+    keys, values = (torch.where(is_written, _read(cache, spans, tiles), zero) for cache in (k_cache, v_cache))
     key_positions = group.pair_first_key[pairs].unsqueeze(1) + offsets
     query_positions = group.positions[group.pair_tile[pairs]]
     visible = key_positions[:, None, :] <= query_positions[:, :, None]
@@ -144,6 +146,13 @@ def _partial(
     # A row that sees no key of this span has maximum -inf; exp(-inf - 0) = 0 keeps it out of the sums.
     weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
     return top, weights.sum(-1, keepdim=True), weights @ values
+
+
+def _read(cache: torch.Tensor, spans: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Whole spans [p, Hk, span_size, D] as numbers of the dtype of ``like`` [..., D]."""
+    if cache_mode_of(cache) == CacheMode.DEFAULT:
+        return cache[spans].to(like.dtype)
+    return load_spans(cache, spans, like.shape[-1], like.dtype)
 
 
 def _merge(state: State, part: State, owner: torch.Tensor) -> State:

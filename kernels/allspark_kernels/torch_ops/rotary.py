@@ -2,6 +2,8 @@
 
 import torch
 
+from ..kv_format import CacheMode, cache_mode_of
+from .kv_quant import store_rows
 from .precision import wide
 
 
@@ -9,8 +11,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     half = cos.shape[-1]
     y = wide(x)
     low, high = y[..., :half], y[..., half : 2 * half]
-    turned = torch.cat((low * cos - high * sin, high * cos + low * sin, y[..., 2 * half :]), dim=-1)
-    return turned.to(x.dtype)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, y[..., 2 * half :]), dim=-1)
 
 
 def rotary_kv_write(
@@ -26,11 +27,15 @@ def rotary_kv_write(
     """Rotate q [T, Hq, D] in place and k [T, Hk, D]; store k and v at slots >= 0 of the cache."""
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     q.copy_(_rotate(q, cos, sin))
-    rotated = _rotate(k, cos, sin)
+    rotated = _rotate(k, cos, sin)  # not rounded to the dtype of k: a cache may be wider or quantised
     span_size = k_cache.shape[2]
     kept = slots >= 0
     if not bool(kept.all()):
         rotated, v, slots = rotated[kept], v[kept], slots[kept]
     span, offset = slots // span_size, slots % span_size
+    if cache_mode_of(k_cache) != CacheMode.DEFAULT:
+        store_rows(k_cache, span, offset, rotated)
+        store_rows(v_cache, span, offset, v)
+        return
     k_cache[span, :, offset] = rotated.to(k_cache.dtype)
     v_cache[span, :, offset] = v.to(v_cache.dtype)

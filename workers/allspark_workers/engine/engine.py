@@ -323,4 +323,5 @@ def _facts(model: Model, config: ModelConfig, layout: KVLayout) -> ModelFacts:
         device=str(model.device),
         weight_bytes=model.weight_bytes,
         digest=model.digest,
+        cache_mode=config.cache_mode,
     )

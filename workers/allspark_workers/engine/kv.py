@@ -6,9 +6,10 @@ import logging
 from dataclasses import dataclass
 
 import torch
+from allspark_kernels import KVFormat, kv_format
 
 from allspark_workers.engine.device import free_bytes
-from allspark_workers.engine.errors import ModelMemoryError
+from allspark_workers.engine.errors import ModelMemoryError, UnsupportedModelError
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.decoder import KVCache
 from allspark_workers.models.loader import Model
@@ -29,6 +30,7 @@ class KVLayout:
     span_size: int
     frame_bytes: int
     num_layers: int
+    format: KVFormat
 
     @property
     def bytes_per_span(self) -> int:
@@ -44,11 +46,16 @@ class KVLayout:
 def plan_kv(model: Model, config: ModelConfig) -> KVLayout:
     """How many spans: the budget, but no more than a full batch of the longest requests can use.
 
-    Raises ModelMemoryError if not even one span fits.
+    Raises ModelMemoryError if not even one span fits, UnsupportedModelError if the cache mode cannot store
+    heads of this model.
     """
     arch, span_size = model.arch, config.span_tokens
-    frame_bytes = arch.num_kv_heads * span_size * arch.head_dim * model.dtype.itemsize
-    one_span = KVLayout(1, span_size, frame_bytes, arch.num_layers).bytes_per_span
+    try:
+        stored_as = kv_format(config.cache_mode, model.dtype, arch.head_dim)
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from error
+    frame_bytes = stored_as.frame_bytes(arch.num_kv_heads, span_size)
+    one_span = KVLayout(1, span_size, frame_bytes, arch.num_layers, stored_as).bytes_per_span
     budget = config.kv_bytes or _default_budget(model.device)
     useful = config.batch_limit * -(-model.max_length // span_size)
     num_spans = min(budget // one_span, useful)
@@ -62,7 +69,7 @@ def plan_kv(model: Model, config: ModelConfig) -> KVLayout:
             num_spans * span_size,
             model.max_length,
         )
-    return KVLayout(num_spans, span_size, frame_bytes, arch.num_layers)
+    return KVLayout(num_spans, span_size, frame_bytes, arch.num_layers, stored_as)
 
 
 def _default_budget(device: torch.device) -> int:
@@ -78,9 +85,10 @@ def allocate_kv(model: Model, layout: KVLayout) -> KVCache:
     Raises ModelMemoryError if the device refuses.
     """
     arch = model.arch
-    shape = (arch.num_layers, 2, layout.num_spans, arch.num_kv_heads, layout.span_size, arch.head_dim)
+    width = layout.format.row_width
+    shape = (arch.num_layers, 2, layout.num_spans, arch.num_kv_heads, layout.span_size, width)
     try:
-        pool = torch.empty(shape, dtype=model.dtype, device=model.device)
+        pool = torch.empty(shape, dtype=layout.format.dtype, device=model.device)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         total = layout.num_spans * layout.bytes_per_span
         raise ModelMemoryError(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 SPAN_SIZES: Final = (16, 32, 64, 128)
 DTYPES: Final = ("auto", "bf16", "fp16", "fp32")
+CACHE_MODES: Final = (0, 1, 2)
 DEFAULT_SPAN_TOKENS: Final = 32
 DEFAULT_MAX_BATCH: Final = 32
 DEFAULT_PREFILL_CHUNK: Final = 512
@@ -94,7 +95,8 @@ class ModelFacts:
 
     `max_length`: the longest request in tokens, prompt included. `span_size`: tokens per span; `span_bytes`:
     bytes of one frame, that is K or V of one layer for `span_size` tokens. `digest`: hex, over the
-    configuration and the weights' names, shapes and dtypes.
+    configuration and the weights' names, shapes and dtypes. `cache_mode` as in ModelConfig: KV of one
+    mode is worthless under another.
     """
 
     model_type: str
@@ -112,6 +114,7 @@ class ModelFacts:
     device: str
     weight_bytes: int
     digest: str
+    cache_mode: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,7 @@ class ModelConfig:
     weights lie if not there. `dtype` "auto": the checkpoint's own (quantised GGUF: bf16). `max_length` 0: the
     model's own. `max_batch` 0: 32. `span_size` tokens, 0: 32. `kv_bytes` 0: a bounded share of free memory.
     `num_threads` 0: as many as the process may use. `prefill_chunk`: prompt tokens computed per step.
+    `cache_mode`: how K and V are stored, 0 in the model's dtype, 1 as int8, 2 as uint4.
     """
 
     model_path: str
@@ -159,6 +163,7 @@ class ModelConfig:
     kv_bytes: int = 0
     num_threads: int = 0
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
+    cache_mode: int = 0
 
     def __post_init__(self) -> None:
         if not self.model_path:
@@ -167,6 +172,8 @@ class ModelConfig:
             raise ValueError(f"dtype {self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
         if self.span_size not in (0, *SPAN_SIZES):
             raise ValueError(f"span_size {self.span_size} is not one of 0, 16, 32, 64, 128")
+        if self.cache_mode not in CACHE_MODES:
+            raise ValueError(f"cache_mode {self.cache_mode} is not one of 0, 1 (int8), 2 (uint4)")
         for name in ("max_length", "max_batch", "kv_bytes", "num_threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")

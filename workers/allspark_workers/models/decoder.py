@@ -42,7 +42,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """K and V of every layer: `keys[l]`, `values[l]` [num_spans, num_kv_heads, span_size, head_dim]."""
+    """K and V of every layer: `keys[l]`, `values[l]` [num_spans, num_kv_heads, span_size, row width].
+
+    The row width is head_dim, or more bytes of a quantised cache (`allspark_kernels.kv_format`).
+    """
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
