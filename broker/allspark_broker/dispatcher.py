@@ -9,6 +9,7 @@ from allspark_bus.ledger import Advance, Ending, Entry, Ledger, now_ms
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
+from allspark_broker.affinity import Prefix, PrefixAffinity
 from allspark_broker.links import WorkerLink
 from allspark_broker.queue import RequestQueue, Waiting
 from allspark_broker.workers import Flight, Worker, WorkerTable
@@ -27,21 +28,31 @@ class Dispatcher:
         table: WorkerTable,
         link: WorkerLink,
         max_queue: int,
+        affinity: PrefixAffinity,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
         self._table = table
         self._link = link
+        self._affinity = affinity
         self._clock = clock
         self.queues: dict[str, RequestQueue] = defaultdict(lambda: RequestQueue(max_queue))
 
-    def reserve(self, model: str, rid: str) -> Worker | None:
+    def reserve(self, request: pb.StartRequestRequest, rid: str) -> Worker | None:
         """Takes a place on the best worker for a request about to be recorded; None: it must queue."""
+        model = request.model_name
         if len(self.queues[model]):
             return None
-        worker = self._table.choose(model)
+        worker = self._choose(model, self._affinity.prefix(request))
         if worker is not None:
             worker.flights[rid] = Flight(rid, model, 1, self._clock())
+        return worker
+
+    def _choose(self, model: str, prefix: Prefix) -> Worker | None:
+        """The worker for a request that is dispatched at once; None: all are full."""
+        worker = self._table.choose(model, prefer=self._affinity.matches(prefix))
+        if worker is not None:
+            self._affinity.record(prefix, worker.worker_id)
         return worker
 
     async def start(self, worker: Worker | None, entry: Entry) -> None:
@@ -59,7 +70,9 @@ class Dispatcher:
         """Dispatches queued requests while some worker has room."""
         queue = self.queues[model]
         while (waiting := queue.peek()) is not None:
-            worker = self._table.choose(model)
+            if waiting.prefix is None:
+                waiting.prefix = self._affinity.prefix(pb.StartRequestRequest.FromString(waiting.body))
+            worker = self._choose(model, waiting.prefix)
             if worker is None:
                 return
             queue.remove(waiting.request_id)

@@ -21,6 +21,7 @@ from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from google.protobuf.message import DecodeError
 
+from allspark_broker.affinity import PrefixAffinity
 from allspark_broker.calls import Calls, Controls, denied_busy
 from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.fleet_view import EngineStats
@@ -57,7 +58,8 @@ class Broker:
         ttl = Ttl(int(settings.result_ttl_s * 1000), int(settings.tombstone_ttl_s * 1000))
         self._ledger = Ledger(self._store, ttl)
         self._table = WorkerTable(settings.worker_timeout_s, time.monotonic)
-        self._dispatcher = Dispatcher(self._ledger, self._table, self._link, settings.max_queue)
+        affinity = PrefixAffinity(lambda model: self._lifecycle.models.get(model), time.monotonic)
+        self._dispatcher = Dispatcher(self._ledger, self._table, self._link, settings.max_queue, affinity)
         self._lifecycle = Lifecycle(
             Catalogue(self._store), self._ledger, self._table, self._nudge, settings.drain_s
         )

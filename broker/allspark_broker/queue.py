@@ -4,10 +4,15 @@ import heapq
 import itertools
 from dataclasses import dataclass, field
 
+from allspark_broker.affinity import Prefix
+
 
 @dataclass(order=True, slots=True)
 class Waiting:
-    """A queued request. `epoch` is the one in the ledger; a dispatch raises it."""
+    """A queued request. `epoch` is the one in the ledger; a dispatch raises it.
+
+    `prefix` is what it is routed by, once that has been worked out.
+    """
 
     rank: tuple[int, int] = field(init=False)
     request_id: str = field(compare=False)
@@ -17,6 +22,7 @@ class Waiting:
     deadline_ms: int = field(compare=False, default=0)
     body: bytes = field(compare=False, default=b"", repr=False)
     resume: bool = field(compare=False, default=False)
+    prefix: Prefix | None = field(compare=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.rank = (-self.priority, self.created_ms)

@@ -65,7 +65,7 @@ class Requests:
 
     async def _record(self, envelope: fleet.Envelope, rid: str, digest: bytes) -> None:
         request = envelope.start_request
-        worker = self._dispatcher.reserve(request.model_name, rid)
+        worker = self._dispatcher.reserve(request, rid)
         entry = Entry(
             rid,
             request.model_name,

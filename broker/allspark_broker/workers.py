@@ -1,6 +1,7 @@
 """The live worker table: who serves what, who holds which request, who is dead. Pure."""
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from allspark_proto import fleet_pb2 as fleet
@@ -8,6 +9,9 @@ from allspark_proto import fleet_pb2 as fleet
 #: Heartbeats in a row that could not be handed to a worker's connection before it counts as dead: a killed
 #: process closes its socket, and that is known long before its silence is.
 MAX_UNREACHABLE = 2
+#: Affinity may load a worker up to this multiple of the mean: consistent hashing with bounded loads
+#: (Mirrokni, Thorup and Zadimoghaddam, 2016, arXiv 1608.01350).
+LOAD_FACTOR = 1.25
 
 
 @dataclass(slots=True)
@@ -39,9 +43,10 @@ class Worker:
         return sum(1 for f in self.flights.values() if f.model == model)
 
     def free_capacity(self, model: str) -> int:
-        """Requests of a model that it would take now; 0 unless it runs the model."""
+        """Requests of a model that it would take now; 0 unless it runs the model and can be reached."""
         state = self.models.get(model)
-        if state is None or state.state != "running" or self.draining:
+        # What could not be handed to it a moment ago would come straight back: until it speaks, others first.
+        if state is None or state.state != "running" or self.draining or self.unreachable:
             return 0
         return max(0, int(state.capacity) - self.load(model))
 
@@ -103,11 +108,24 @@ class WorkerTable:
         limit = self._clock() - self._timeout_s
         return [w for w in self if w.last_seen_s < limit or w.unreachable >= MAX_UNREACHABLE]
 
-    def choose(self, model: str, excluding: Iterable[str] = ()) -> Worker | None:
-        """The least loaded worker with room for a request of this model; ties by id."""
+    def choose(
+        self, model: str, excluding: Iterable[str] = (), prefer: Mapping[str, int] | None = None
+    ) -> Worker | None:
+        """The preferred worker with room for a request of this model, else the least loaded; ties by id.
+
+        `prefer`: how much of the request a worker has computed before; the most wins among those whose load
+        stays within `LOAD_FACTOR` of the mean.
+        """
         excluded = set(excluding)
         candidates = [w for w in self if w.worker_id not in excluded and w.free_capacity(model) > 0]
-        return min(candidates, key=lambda w: (w.load(model), len(w.flights), w.worker_id), default=None)
+        if prefer and (near := _within_load(candidates, model)):
+            candidates = near
+        gain = prefer or {}
+        return min(
+            candidates,
+            key=lambda w: (-gain.get(w.worker_id, 0), w.load(model), len(w.flights), w.worker_id),
+            default=None,
+        )
 
     def holding(self, rid: str) -> tuple[Worker, Flight] | None:
         """Who holds a request."""
@@ -128,3 +146,12 @@ class WorkerTable:
     def num_flights(self) -> int:
         """Requests held by workers."""
         return sum(len(w.flights) for w in self)
+
+
+def _within_load(workers: list[Worker], model: str) -> list[Worker]:
+    """Those that may take one more request without exceeding their share of the load."""
+    if not workers:
+        return []
+    loads = {w.worker_id: w.load(model) for w in workers}
+    bound = math.ceil(LOAD_FACTOR * (sum(loads.values()) + 1) / len(workers))
+    return [w for w in workers if loads[w.worker_id] < bound]

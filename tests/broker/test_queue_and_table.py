@@ -95,6 +95,15 @@ def test_choice_is_the_least_loaded_with_room() -> None:
     assert table.choose("unknown") is None
 
 
+def test_an_unreachable_worker_is_offered_nothing_until_it_speaks() -> None:
+    table = WorkerTable(100.0, Clock())
+    worker, _ = table.announce("w", announce())
+    worker.unreachable = 1
+    assert table.choose("m") is None
+    table.seen(worker)
+    assert table.choose("m") is worker
+
+
 def test_an_announcement_settles_what_was_lost_on_the_way() -> None:
     clock = Clock()
     table = WorkerTable(1.0, clock)

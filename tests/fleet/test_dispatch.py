@@ -186,3 +186,21 @@ async def test_an_empty_fleet_recovers_when_the_first_worker_arrives(fleet_: Min
     fleet_.start_worker()
     batch = await asyncio.wait_for(fleet_.result("u"), 20)
     assert list(batch.tokens) == expected_tokens([1, 2, 3], 5)
+
+
+async def test_a_request_follows_its_prefix_to_the_busier_worker(fleet_: MiniFleet) -> None:
+    fleet_.write_model(step_s=0.02)
+    for _ in range(2):
+        fleet_.start_worker()
+    async with asyncio.timeout(20):
+        while len((await fleet_.call(get_fleet_status=fleet.GetFleetStatus())).fleet_status.workers) < 2:
+            pass  # each round trip gives the broker its turn to hear the second worker
+    await fleet_.build_and_start(enable_prefix_cache=True, prefix_cache_ttl=300)
+    shared = list(range(1, 65))
+    workers = {}
+    for uuid, prompt in (("first", [*shared, 7]), ("same", [*shared, 8]), ("other", [9] * 65)):
+        assert (await fleet_.submit(uuid, prompt, 400)).as_status == 0
+        entry = await fleet_.ledger.load(f"default/{uuid}")
+        assert entry is not None
+        workers[uuid] = entry.worker
+    assert workers["same"] == workers["first"] != workers["other"]
