@@ -7,6 +7,7 @@ package depends on nothing else of the fleet, so it can be taken alone to a GPU 
 from .api import (
     add_rms_norm,
     linear,
+    lora_add,
     mark_seen,
     pack_linear,
     paged_attention,
@@ -18,13 +19,19 @@ from .api import (
 from .backend import backend_for, compute_dtype, use_backend
 from .graphs import capture
 from .kv_format import CacheMode, KVFormat, kv_format
+from .lora import NO_ADAPTER, LoraPlan, LoraSite, LoraTable, LoraWeights, plan_lora
 from .plan import AttentionPlan, plan_attention, reserve_decode_plan
 from .types import PackedLinear, SamplingBatch
 
 __all__ = [
+    "NO_ADAPTER",
     "AttentionPlan",
     "CacheMode",
     "KVFormat",
+    "LoraPlan",
+    "LoraSite",
+    "LoraTable",
+    "LoraWeights",
     "PackedLinear",
     "SamplingBatch",
     "add_rms_norm",
@@ -33,10 +40,12 @@ __all__ = [
     "compute_dtype",
     "kv_format",
     "linear",
+    "lora_add",
     "mark_seen",
     "pack_linear",
     "paged_attention",
     "plan_attention",
+    "plan_lora",
     "reserve_decode_plan",
     "rms_norm",
     "rotary_kv_write",

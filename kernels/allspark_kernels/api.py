@@ -14,6 +14,7 @@ import torch
 
 from .backend import ops_for, ops_named
 from .kv_format import GRANULE, QUANTISED_DTYPES, cache_row_width
+from .lora import LoraPlan, LoraSite
 from .plan import AttentionPlan
 from .types import FLOAT_DTYPES, PackedLinear, SamplingBatch
 
@@ -41,6 +42,21 @@ def linear(x: torch.Tensor, w: PackedLinear, out: torch.Tensor | None = None) ->
     if out is not None and (out.shape != (tokens, w.out_features) or not out.is_contiguous()):
         raise ValueError(f"out must be contiguous [{tokens}, {w.out_features}], not {_describe(out)}")
     return ops_named(w.backend).linear(x, w, out)
+
+
+def lora_add(x: torch.Tensor, site: LoraSite, plan: LoraPlan, out: torch.Tensor) -> None:
+    """out[row] += B (A x[row]) for every row of the plan, with its slot's A and B (see ``lora.py``).
+
+    x [T, K] and out [T, N] (the layer's own result) contiguous, in the compute dtype, T = plan.num_tokens;
+    sums are kept in float32. Rows without an adapter, or whose adapter leaves this layer alone, are not
+    touched.
+    """
+    tokens, width = x.shape
+    if width != site.in_features or tokens != plan.num_tokens or not x.is_contiguous():
+        raise _mismatch(f"x must be contiguous [{plan.num_tokens}, {site.in_features}]", x)
+    if out.shape != (tokens, site.out_features) or not out.is_contiguous() or out.dtype is not x.dtype:
+        raise _mismatch(f"out must be contiguous [{tokens}, {site.out_features}] {x.dtype}", out)
+    ops_for(x.is_cuda).lora_add(x, site, plan, out)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

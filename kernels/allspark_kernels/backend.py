@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from .lora import LoraPlan, LoraSite
 from .types import FLOAT_DTYPES, PackedLinear, SamplingBatch
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class Ops(Protocol):
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear: ...
     def linear(self, x: torch.Tensor, w: PackedLinear, out: torch.Tensor | None) -> torch.Tensor: ...
+    def lora_add(self, x: torch.Tensor, site: LoraSite, plan: LoraPlan, out: torch.Tensor) -> None: ...
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -19,6 +19,8 @@ KERNELS = {
     "silu_mul",
     "linear",
     "linear_reduce",
+    "lora_shrink",
+    "lora_expand",
     "decode_split",
     "decode_merge",
     "prefill",

@@ -8,6 +8,7 @@ try:
     from .attention import paged_attention, prepare_plan
     from .elementwise import add_rms_norm, rms_norm, rotary_kv_write, silu_mul
     from .graph import capture
+    from .lora import lora_add
     from .sampling import mark_seen, sample
     from .threads import get_num_threads, set_num_threads
     from .weights import linear, pack_linear
@@ -22,6 +23,7 @@ __all__ = [
     "capture",
     "get_num_threads",
     "linear",
+    "lora_add",
     "mark_seen",
     "pack_linear",
     "paged_attention",

@@ -35,6 +35,7 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "ask_attention_plan": (I64, [PTR]),
     "ask_paged_attention": (ctypes.c_int, [PTR, PTR, I64, PTR, PTR, I64, F32, PTR]),
+    "ask_lora_add": (ctypes.c_int, [PTR, PTR, I64, PTR, I64, PTR, PTR, I64, PTR, I64, I64]),
     "ask_tape_run": (ctypes.c_int, [PTR, I64, PTR]),
     "ask_sample": (ctypes.c_int, [PTR]),
     "ask_evaluate_float": (None, [I64, PTR, PTR, I64]),
@@ -63,7 +64,13 @@ class Library:
 
 def _with_prototypes(handle: ctypes.CDLL) -> ctypes.CDLL:
     for name, (result, arguments) in PROTOTYPES.items():
-        function = getattr(handle, name)
+        try:
+            function = getattr(handle, name)
+        except AttributeError as error:
+            raise NativeUnavailableError(
+                f"its build is older than the package ({name} is missing); "
+                "run python -m allspark_kernels.native.build"
+            ) from error
         function.restype, function.argtypes = result, arguments
     return handle
 

@@ -3,6 +3,7 @@
 from .activation import silu_mul
 from .attention import paged_attention, prepare_plan
 from .linear import linear, pack_linear
+from .lora import lora_add
 from .norm import add_rms_norm, rms_norm
 from .rotary import rotary_kv_write
 from .sampling import mark_seen, sample
@@ -10,6 +11,7 @@ from .sampling import mark_seen, sample
 __all__ = [
     "add_rms_norm",
     "linear",
+    "lora_add",
     "mark_seen",
     "pack_linear",
     "paged_attention",

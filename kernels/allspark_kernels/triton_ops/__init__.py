@@ -9,6 +9,7 @@ from .activation import silu_mul
 from .attention import paged_attention
 from .attention_plan import prepare_plan
 from .linear import linear, pack_linear
+from .lora import lora_add
 from .norm import add_rms_norm, rms_norm
 from .rotary import rotary_kv_write
 from .sampling import mark_seen, sample
@@ -16,6 +17,7 @@ from .sampling import mark_seen, sample
 __all__ = [
     "add_rms_norm",
     "linear",
+    "lora_add",
     "mark_seen",
     "pack_linear",
     "paged_attention",

@@ -17,6 +17,12 @@ void ask_rms_norm(const float *x, int64_t ldx, float *residual, const float *wei
 /* gate_up [rows, 2 * width] -> out [rows, width], contiguous */
 void ask_silu_mul(const float *gate_up, float *out, int64_t rows, int64_t width);
 
+/* Adds the adapters' part to out [T, n]: entries of the site's slots, rows [num_rows] grouped by adapter, tiles
+ * of them (slot, start, count), x [T, k], widths [3] of the parts of a row of out. Returns 0, or 1 without
+ * scratch memory (nothing is added then). */
+int ask_lora_add(const void *entries, const int32_t *rows, int64_t num_rows, const void *tiles, int64_t num_tiles,
+                 const float *x, float *out, int64_t k, const int64_t *widths, int64_t max_rank, int64_t dtype);
+
 /* q, k, v: heads of a token contiguous, tokens ld apart; cos_sin [max_positions, rotary_dim]: cosines, then
  * sines; caches [num_slots / span_size, kv_heads, span_size, dim]. Returns 0, or 2 (and writes nothing) if a
  * position or slot lies outside its table. */
