@@ -10,6 +10,8 @@ Row t of every result depends, bit for bit, only on row t's inputs (and its own 
 other rows there are or where they stand; this holds for the native and the Triton implementation.
 """
 
+import math
+
 import torch
 
 from .backend import ops_for, ops_named
@@ -132,9 +134,13 @@ def paged_attention(
     plan: AttentionPlan,
     scale: float,
     out: torch.Tensor | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     """Causal softmax(q k^T * scale) v of every token of the step over its request's cached keys.
 
+    A token sees at most the last ``window`` keys, its own included (0: all; sliding-window attention,
+    Beltagy et al., 2020). With a soft cap c > 0 a score s counts as c tanh(s / c) (Gemma 2, 2024).
     q [T, Hq, D] (rows may be strided, heads contiguous), caches as for ``rotary_kv_write``,
     result [T, Hq, D] contiguous in the dtype of q. The plan says which tokens belong to which request;
     this step's K and V must already be in the cache.
@@ -145,9 +151,11 @@ def paged_attention(
     num_spans, span_size = _check_caches(k_cache, v_cache, plan.num_kv_heads, dim)
     if span_size != plan.span_size or num_spans <= plan.max_span:
         raise _mismatch(f"plan has spans of {plan.span_size} tokens up to id {plan.max_span}", k_cache)
+    if window < 0 or not 0.0 <= soft_cap < math.inf:
+        raise ValueError(f"window {window} and soft_cap {soft_cap} must not be negative (0: off)")
     if out is not None and (out.shape != shape or out.dtype is not q.dtype or not out.is_contiguous()):
         raise _mismatch("out must be contiguous, with shape and dtype of q", out, q)
-    return ops_for(q.is_cuda).paged_attention(q, k_cache, v_cache, plan, scale, out)
+    return ops_for(q.is_cuda).paged_attention(q, k_cache, v_cache, plan, scale, out, window, soft_cap)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

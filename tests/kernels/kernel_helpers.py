@@ -66,6 +66,8 @@ class Step:
     table: np.ndarray
     span_size: int
     scale: float
+    window: int = 0
+    soft_cap: float = 0.0
 
     def expected(self) -> torch.Tensor:
         """Dense causal attention per request in float64: [T, Hq, D]."""
@@ -76,7 +78,10 @@ class Step:
             ratio = q.shape[0] // k.shape[0]
             k, v = k.repeat_interleave(ratio, 0), v.repeat_interleave(ratio, 0)
             scores = q @ k.transpose(1, 2) * self.scale
-            visible = torch.arange(kv_len)[None, :] <= torch.arange(kv_len - q_len, kv_len)[:, None]
+            if self.soft_cap:
+                scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+            distance = torch.arange(kv_len - q_len, kv_len)[:, None] - torch.arange(kv_len)[None, :]
+            visible = (distance >= 0) & (distance < (self.window or kv_len))
             weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
             results.append((weights @ v).transpose(0, 1))
             start += q_len

@@ -83,6 +83,8 @@ def paged_attention(
     plan: "AttentionPlan",
     scale: float,
     out: torch.Tensor | None,
+    window: int,
+    soft_cap: float,
 ) -> torch.Tensor:
     """q [T, Hq, D] float32 (rows may be strided), caches [num_spans, Hk, span_size, D] -> [T, Hq, D]."""
     if q.dtype is not torch.float32:
@@ -94,7 +96,15 @@ def paged_attention(
     code = cache_code(k_cache, v_cache)
     addresses = (k_cache.data_ptr(), v_cache.data_ptr())
     if calls.ask_paged_attention(
-        state.address, q.data_ptr(), q.stride(0), *addresses, code, scale, out.data_ptr()
+        state.address,
+        q.data_ptr(),
+        q.stride(0),
+        *addresses,
+        code,
+        scale,
+        out.data_ptr(),
+        window,
+        float(soft_cap),
     ):
         raise MemoryError("no scratch memory for attention")
     return out

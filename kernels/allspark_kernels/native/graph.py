@@ -34,6 +34,7 @@ FUNCTIONS = {
 # These compute nothing that a step could depend on.
 IGNORED = {"ask_attention_plan"}
 MAX_ARGUMENTS = 20
+MAX_FLOATS = 2
 
 _recording = threading.Lock()
 Entry = Callable[[], object] | tuple[str, tuple[Any, ...]]
@@ -44,7 +45,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *(("function", I64), ("rows_per_token", I64)),
-        *(("a", I64 * MAX_ARGUMENTS), ("f", ctypes.c_double)),
+        *(("a", I64 * MAX_ARGUMENTS), ("f", ctypes.c_double * MAX_FLOATS)),
     )
 
 
@@ -191,9 +192,11 @@ def _num_tokens(step: Step) -> int:
 def _encode(name: str, args: tuple[Any, ...], tokens: int) -> _Call:
     function, rows_at = FUNCTIONS[name]
     call = _Call(function=function)
+    floats = 0
     for i, value in enumerate(args):
         if isinstance(value, float):
-            call.f = value
+            call.f[floats] = value
+            floats += 1
         else:
             call.a[i] = value or 0
     if rows_at is not None and tokens and args[rows_at] % tokens == 0:

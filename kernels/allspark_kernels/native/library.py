@@ -34,7 +34,7 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
         [*[PTR] * 3, *[I64] * 3, PTR, I64, *[PTR] * 4, *[I64] * 8],
     ),
     "ask_attention_plan": (I64, [PTR]),
-    "ask_paged_attention": (ctypes.c_int, [PTR, PTR, I64, PTR, PTR, I64, F32, PTR]),
+    "ask_paged_attention": (ctypes.c_int, [PTR, PTR, I64, PTR, PTR, I64, F32, PTR, I64, F32]),
     "ask_lora_add": (ctypes.c_int, [PTR, PTR, I64, PTR, I64, PTR, PTR, I64, PTR, I64, I64]),
     "ask_tape_run": (ctypes.c_int, [PTR, I64, PTR]),
     "ask_sample": (ctypes.c_int, [PTR]),

@@ -83,19 +83,27 @@ def paged_attention(
     plan: AttentionPlan,
     scale: float,
     out: torch.Tensor | None,
+    window: int,
+    soft_cap: float,
 ) -> torch.Tensor:
     """q [T, Hq, D], caches [num_spans, Hk, span_size, D] or quantised -> [T, Hq, D]."""
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     groups: list[TileGroup] = plan.state
     for group in groups:
-        values = _attend(q, k_cache, v_cache, group, scale)
+        values = _attend(q, k_cache, v_cache, group, scale, window, soft_cap)
         out[group.tokens[group.is_real]] = values[group.is_real].to(out.dtype)
     return out
 
 
 def _attend(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group: TileGroup, scale: float
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    group: TileGroup,
+    scale: float,
+    window: int,
+    soft_cap: float,
 ) -> torch.Tensor:
     """Attention of one group: [n, height, Hq, D]."""
     num_tiles, height = group.tokens.shape
@@ -115,7 +123,7 @@ def _attend(
     for start in range(0, len(group.pair_tile), chunk):
         pairs = slice(start, start + chunk)
         owner = group.pair_tile[pairs]
-        part = _partial(tiles[owner], k_cache, v_cache, group, pairs)
+        part = _partial(tiles[owner], k_cache, v_cache, group, pairs, window, soft_cap)
         top, total, sums = _merge((top, total, sums), part, owner)
     result = torch.where(total > 0, sums / total, torch.zeros_like(sums))
     result = result.view(num_tiles, num_kv_heads, ratio, height, dim).permute(0, 3, 1, 2, 4)
@@ -126,7 +134,13 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _partial(
-    tiles: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group: TileGroup, pairs: slice
+    tiles: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    group: TileGroup,
+    pairs: slice,
+    window: int,
+    soft_cap: float,
 ) -> State:
     """Unnormalised softmax of each pair: maximum [p, Hk, R, 1], normaliser, weighted sum [p, Hk, R, D]."""
     spans = group.pair_span[pairs]
@@ -138,7 +152,11 @@ def _partial(
     query_positions = group.positions[group.pair_tile[pairs]]
     visible = key_positions[:, None, :] <= query_positions[:, :, None]
     visible = visible & (offsets < group.pair_num_keys[pairs].unsqueeze(1))[:, None, :]
+    if window:
+        visible = visible & (key_positions[:, None, :] > query_positions[:, :, None] - window)
     scores = tiles @ keys.transpose(-1, -2)
+    if soft_cap:
+        scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
     ratio = scores.shape[2] // visible.shape[1]
     hidden = ~visible.repeat(1, ratio, 1).unsqueeze(1)
     scores = scores.masked_fill_(hidden, float("-inf"))

@@ -15,13 +15,15 @@ def paged_attention(
     plan: AttentionPlan,
     scale: float,
     out: torch.Tensor | None,
+    window: int,
+    soft_cap: float,
 ) -> torch.Tensor:
     """q [T, Hq, D], caches [num_spans, Hk, span_size, D] -> [T, Hq, D]."""
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     work: DeviceWork = plan.state
     if work.prefill is not None:
-        prefill_attention(q, k_cache, v_cache, plan, scale, out)
+        prefill_attention(q, k_cache, v_cache, plan, scale, out, window, soft_cap)
     if work.decode is not None:
-        decode_attention(q, k_cache, v_cache, plan, scale, out)
+        decode_attention(q, k_cache, v_cache, plan, scale, out, window, soft_cap)
     return out

@@ -15,13 +15,12 @@ import triton.language as tl
 
 from ..plan import AttentionPlan
 from .attention_plan import MIN_DOT_ROWS, SPLIT_KEYS, DecodeWork, DeviceWork
-from .product import AOT_DTYPES, SUM, product_constants
+from .product import AOT_DTYPES, SUM, product_constants, soft_capped, softmax_factors
 from .variant import Variant, arch_of, next_power_of_2
 
 BLOCK_KEYS = 64
 MERGE_BLOCK = 16
 MERGE_WARPS = 4
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -39,6 +38,9 @@ def decode_split_kernel(
     q_stride,
     table_stride,
     scale,
+    window,
+    cap_factor,
+    soft_cap,
     NUM_KV_HEADS: tl.constexpr,
     RATIO: tl.constexpr,
     RATIO_BLOCK: tl.constexpr,
@@ -49,6 +51,8 @@ def decode_split_kernel(
     BLOCK: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
     dims = tl.arange(0, DIM_BLOCK)
@@ -64,7 +68,12 @@ def decode_split_kernel(
         start = tl.load(items_ptr + item * 2 + 1) * SPLIT
         token = tl.load(rows_ptr + row * 4).to(tl.int64)
         table = span_table_ptr + tl.load(rows_ptr + row * 4 + 1).to(tl.int64) * table_stride
-        end = tl.minimum(tl.load(rows_ptr + row * 4 + 2), start + SPLIT)
+        num_keys = tl.load(rows_ptr + row * 4 + 2)
+        end = tl.minimum(num_keys, start + SPLIT)
+        if HAS_WINDOW:
+            # Blocks begin where they would without a window; the merge leaves out splits before it.
+            first_key = tl.maximum(num_keys - window, 0)
+            start = tl.maximum(start, first_key // BLOCK * BLOCK)
         q_where = token * q_stride + heads[:, None] * DIM + dims[None, :]
         q = tl.load(q_ptr + q_where, mask=is_head[:, None] & is_dim[None, :], other=0.0).to(OPERAND)
         top = tl.full((RATIO_BLOCK,), float("-inf"), tl.float32)
@@ -79,6 +88,10 @@ def decode_split_kernel(
             k = tl.load(k_cache_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(OPERAND)
             v = tl.load(v_cache_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(OPERAND)
             scores = tl.dot(q, tl.trans(k), zero, input_precision=PRECISION).to(tl.float32)
+            if HAS_CAP:
+                scores = soft_capped(scores, cap_factor, soft_cap)
+            if HAS_WINDOW:
+                is_key = is_key & (position >= first_key)
             scores = tl.where(is_key[None, :], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             weights = tl.exp2((scores - new_top[:, None]) * scale)
@@ -124,8 +137,10 @@ def decode_merge_kernel(
         mask = is_split[:, None] & is_dim[None, :]
         part_sums = tl.load(sums_ptr + part[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
         new_top = tl.maximum(top, tl.max(part_top, axis=0))
-        weights = tl.exp2(part_top - new_top)
-        decay = tl.exp2(top - new_top)
+        # Splits outside the row's window left -inf behind: they must weigh 0, not NaN.
+        anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(part_top - anchor)
+        decay = tl.exp2(top - anchor)
         total = tl.fma(total, decay, tl.sum(weights * part_total, axis=0))
         sums = tl.fma(sums, decay, tl.sum(weights[:, None] * part_sums, axis=0))
         top = new_top
@@ -162,6 +177,8 @@ def decode_attention(
     plan: AttentionPlan,
     scale: float,
     out: torch.Tensor,
+    window: int,
+    soft_cap: float,
 ) -> None:
     """Fill the rows of ``out`` [T, Hq, D] that belong to the plan's decode work."""
     state: DeviceWork = plan.state
@@ -169,6 +186,7 @@ def decode_attention(
     assert work is not None
     ratio = plan.num_q_heads // plan.num_kv_heads
     constants, options = _config(arch_of(q.device), q.dtype, plan.head_dim, ratio)
+    exponent_factor, cap_factor = softmax_factors(scale, soft_cap)
     if work.num_programs:
         decode_split_kernel[(work.num_programs, plan.num_kv_heads)](
             q,
@@ -183,9 +201,14 @@ def decode_attention(
             work.totals,
             q.stride(0),
             state.span_table.stride(0),
-            scale * LOG2_E,
+            exponent_factor,
+            window,
+            cap_factor,
+            soft_cap,
             NUM_KV_HEADS=plan.num_kv_heads,
             SPAN_SIZE=plan.span_size,
+            HAS_WINDOW=window > 0,
+            HAS_CAP=soft_cap > 0,
             **constants,
             **options,
         )
@@ -208,17 +231,19 @@ def _merge(work: DecodeWork, plan: AttentionPlan, dim_block: int, out: torch.Ten
     )
 
 
-# dtype, query heads per KV head, KV heads, head size, span size.
+# dtype, query heads per KV head, KV heads, head size, span size, whether with window and soft cap.
 AOT_SHAPES = (
-    ("bf16", 8, 8, 128, 32),
-    ("bf16", 3, 3, 64, 32),
-    ("bf16", 1, 32, 80, 16),
-    ("bf16", 4, 8, 256, 128),
-    ("fp16", 8, 8, 128, 16),
-    ("fp32", 3, 3, 64, 32),
-    ("fp32", 8, 8, 128, 32),
-    ("fp32", 4, 8, 256, 128),
+    ("bf16", 8, 8, 128, 32, False),
+    ("bf16", 3, 3, 64, 32, False),
+    ("bf16", 1, 32, 80, 16, False),
+    ("bf16", 4, 8, 256, 128, False),
+    ("fp16", 8, 8, 128, 16, False),
+    ("fp32", 3, 3, 64, 32, False),
+    ("fp32", 8, 8, 128, 32, False),
+    ("fp32", 4, 8, 256, 128, False),
+    ("bf16", 2, 4, 256, 32, True),
 )
+SCORE_TYPES = {"scale": "fp32", "window": "i32", "cap_factor": "fp32", "soft_cap": "fp32"}
 WORK_TYPES = {"rows_ptr": "*i32", "sums_ptr": "*fp32", "tops_ptr": "*fp32", "totals_ptr": "*fp32"}
 
 
@@ -226,16 +251,22 @@ def variants(arch: str) -> list[Variant]:
     """Compilations to check: each dtype and typical head shapes."""
     found = []
     lists = {"items_ptr": "*i32", "counts_ptr": "*i32", "span_table_ptr": "*i32"}
-    sizes = {"q_stride": "i32", "table_stride": "i32", "scale": "fp32"}
-    for dtype, ratio, kv_heads, dim, span_size in AOT_SHAPES:
+    sizes = {"q_stride": "i32", "table_stride": "i32", **SCORE_TYPES}
+    for dtype, ratio, kv_heads, dim, span_size, is_local in AOT_SHAPES:
         constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio)
         tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}")
         found.append(
             Variant(
-                name=f"decode_split[{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size}]",
+                name=f"decode_split[{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size},window={is_local}]",
                 kernel=decode_split_kernel,
                 types={**tensors, **WORK_TYPES, **lists, **sizes},
-                constants={**constants, "NUM_KV_HEADS": kv_heads, "SPAN_SIZE": span_size},
+                constants={
+                    **constants,
+                    "NUM_KV_HEADS": kv_heads,
+                    "SPAN_SIZE": span_size,
+                    "HAS_WINDOW": is_local,
+                    "HAS_CAP": is_local,
+                },
                 **options,
                 is_matrix_product=True,
                 aligned=("q_stride",),

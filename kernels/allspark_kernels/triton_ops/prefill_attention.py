@@ -14,8 +14,8 @@ import triton.language as tl
 
 from ..plan import AttentionPlan
 from .attention_plan import DeviceWork, tile_rows
-from .decode_attention import AOT_SHAPES, LOG2_E
-from .product import AOT_DTYPES, SUM, product_constants
+from .decode_attention import AOT_SHAPES, SCORE_TYPES
+from .product import AOT_DTYPES, SUM, product_constants, soft_capped, softmax_factors
 from .variant import Variant, arch_of, next_power_of_2
 
 
@@ -33,6 +33,9 @@ def _attend(
     end,
     num_keys,
     scale,
+    window,
+    cap_factor,
+    soft_cap,
     span_stride,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
@@ -42,6 +45,8 @@ def _attend(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):
     """Online softmax over the keys [begin, end). Products and sums are the same with and without mask."""
     keys = tl.arange(0, BLOCK)
@@ -56,12 +61,20 @@ def _attend(
         k = tl.load(k_head_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(OPERAND)
         v = tl.load(v_head_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(OPERAND)
         scores = tl.dot(q, tl.trans(k), zero, input_precision=PRECISION).to(tl.float32)
+        if HAS_CAP:
+            scores = soft_capped(scores, cap_factor, soft_cap)
         if IS_MASKED:
             scores = tl.where(position[None, :] <= row_position[:, None], scores, float("-inf"))
+        if HAS_WINDOW:
+            scores = tl.where(position[None, :] > row_position[:, None] - window, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
+        anchor = new_top
+        if HAS_WINDOW:
+            # Before its window begins a row has seen no key: its sums stay 0 instead of turning NaN.
+            anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
         # Subtract first: where the top stays, the decay is then exactly 1 and the block changes nothing.
-        weights = tl.exp2((scores - new_top[:, None]) * scale)
-        decay = tl.exp2((top - new_top) * scale)
+        weights = tl.exp2((scores - anchor[:, None]) * scale)
+        decay = tl.exp2((top - anchor) * scale)
         total = tl.fma(total, decay, tl.sum(weights, axis=1))
         kept = (sums * decay[:, None]).to(SUM)
         sums = tl.dot(weights.to(OPERAND), v, kept, input_precision=PRECISION).to(tl.float32)
@@ -80,6 +93,9 @@ def prefill_kernel(
     q_stride,
     table_stride,
     scale,
+    window,
+    cap_factor,
+    soft_cap,
     NUM_KV_HEADS: tl.constexpr,
     RATIO: tl.constexpr,
     DIM: tl.constexpr,
@@ -89,6 +105,8 @@ def prefill_kernel(
     BLOCK: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first_token = tl.load(tiles_ptr + tile * 4).to(tl.int64)
@@ -110,7 +128,12 @@ def prefill_kernel(
     # Rows past the tile's end repeat its last position, so that they see a key and stay finite.
     row_position = first_position + tl.minimum(index, last_index)
     num_keys = first_position + last_index + 1
+    begin = 0
     all_visible = (first_position + first_index + 1) // BLOCK * BLOCK
+    if HAS_WINDOW:
+        # No block is visible to all rows: the tile begins where its first row does, every block masked.
+        begin = tl.maximum(first_position + first_index - window + 1, 0) // BLOCK * BLOCK
+        all_visible = begin
     span_stride: tl.constexpr = NUM_KV_HEADS * SPAN_SIZE * DIM
     k_head_ptr = k_cache_ptr + kv_head * SPAN_SIZE * DIM
     v_head_ptr = v_cache_ptr + kv_head * SPAN_SIZE * DIM
@@ -118,26 +141,31 @@ def prefill_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
     sums, top, total = _attend(
-        q, sums, top, total, row_position, k_head_ptr, v_head_ptr, table, 0, all_visible, num_keys, scale,
-        span_stride, ROWS, DIM, DIM_BLOCK, SPAN_SIZE, BLOCK, OPERAND, PRECISION, False,
+        q, sums, top, total, row_position, k_head_ptr, v_head_ptr, table, begin, all_visible, num_keys, scale,
+        window, cap_factor, soft_cap, span_stride, ROWS, DIM, DIM_BLOCK, SPAN_SIZE, BLOCK, OPERAND, PRECISION,
+        False, HAS_WINDOW, HAS_CAP,
     )  # fmt: skip
     sums, top, total = _attend(
         q, sums, top, total, row_position, k_head_ptr, v_head_ptr, table, all_visible, num_keys, num_keys,
-        scale, span_stride, ROWS, DIM, DIM_BLOCK, SPAN_SIZE, BLOCK, OPERAND, PRECISION, True,
+        scale, window, cap_factor, soft_cap, span_stride, ROWS, DIM, DIM_BLOCK, SPAN_SIZE, BLOCK, OPERAND,
+        PRECISION, True, HAS_WINDOW, HAS_CAP,
     )  # fmt: skip
     out_where = (token[:, None] * (NUM_KV_HEADS * RATIO) + head[:, None]) * DIM + dims[None, :]
     tl.store(out_ptr + out_where, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _config(
-    arch: str, dtype: torch.dtype, head_dim: int, ratio: int
+    arch: str, dtype: torch.dtype, head_dim: int, ratio: int, is_adapted: bool
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Constants and launch options: as many rows and keys a step as registers hold."""
+    """Constants and launch options: as many rows and keys a step as registers hold.
+
+    ``is_adapted``: with a window or a soft cap, which take registers.
+    """
     is_float32 = dtype == torch.float32
     dim_block = max(16, next_power_of_2(head_dim))
     rows, block, num_warps = 64, 64 if dim_block <= 64 or arch == "sm_90" else 32, 4
     if dim_block > 128:
-        block, num_warps = 32, 8
+        block, num_warps = 16 if is_adapted and arch.startswith("gfx") else 32, 8
     if is_float32:
         rows, block, num_warps = 16, 16 if dim_block > 128 else 32, 8
     constants = {
@@ -158,13 +186,16 @@ def prefill_attention(
     plan: AttentionPlan,
     scale: float,
     out: torch.Tensor,
+    window: int,
+    soft_cap: float,
 ) -> None:
     """Fill the rows of ``out`` [T, Hq, D] that belong to the plan's prefill work."""
     state: DeviceWork = plan.state
     work = state.prefill
     assert work is not None
     ratio = plan.num_q_heads // plan.num_kv_heads
-    constants, options = _config(arch_of(q.device), q.dtype, plan.head_dim, ratio)
+    constants, options = _config(arch_of(q.device), q.dtype, plan.head_dim, ratio, window > 0 or soft_cap > 0)
+    exponent_factor, cap_factor = softmax_factors(scale, soft_cap)
     grid = (work.num_tiles, plan.num_kv_heads, tile_rows(ratio) // constants["ROWS"])
     prefill_kernel[grid](
         q,
@@ -175,9 +206,14 @@ def prefill_attention(
         state.span_table,
         q.stride(0),
         state.span_table.stride(0),
-        scale * LOG2_E,
+        exponent_factor,
+        window,
+        cap_factor,
+        soft_cap,
         NUM_KV_HEADS=plan.num_kv_heads,
         SPAN_SIZE=plan.span_size,
+        HAS_WINDOW=window > 0,
+        HAS_CAP=soft_cap > 0,
         **constants,
         **options,
     )
@@ -187,16 +223,22 @@ def variants(arch: str) -> list[Variant]:
     """Compilations to check: each dtype and typical head shapes."""
     found = []
     lists = {"tiles_ptr": "*i32", "span_table_ptr": "*i32"}
-    sizes = {"q_stride": "i32", "table_stride": "i32", "scale": "fp32"}
-    for dtype, ratio, kv_heads, dim, span_size in AOT_SHAPES:
-        constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio)
+    sizes = {"q_stride": "i32", "table_stride": "i32", **SCORE_TYPES}
+    for dtype, ratio, kv_heads, dim, span_size, is_local in AOT_SHAPES:
+        constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio, is_local)
         tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), f"*{dtype}")
         found.append(
             Variant(
-                name=f"prefill[{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size}]",
+                name=f"prefill[{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size},window={is_local}]",
                 kernel=prefill_kernel,
                 types={**tensors, **lists, **sizes},
-                constants={**constants, "NUM_KV_HEADS": kv_heads, "SPAN_SIZE": span_size},
+                constants={
+                    **constants,
+                    "NUM_KV_HEADS": kv_heads,
+                    "SPAN_SIZE": span_size,
+                    "HAS_WINDOW": is_local,
+                    "HAS_CAP": is_local,
+                },
                 **options,
                 is_matrix_product=True,
                 aligned=("q_stride",),

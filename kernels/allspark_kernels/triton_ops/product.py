@@ -7,6 +7,7 @@ on a device every one of these casts but that of a narrower KV cache is void.
 import os
 
 import torch
+import triton
 import triton.language as tl
 
 # Triton's interpreter multiplies the bit patterns of bfloat16, and its library sums float32 in an order that
@@ -20,6 +21,22 @@ _TYPES = {
     torch.float16: tl.float16,
 }
 AOT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def soft_capped(scores, factor, cap):
+    """cap tanh(scores factor) in float32; tanh through exp2, which every target has."""
+    e = tl.exp2(tl.abs(scores * factor) * -2.8853900817779268)
+    size = cap * ((1.0 - e) / (1.0 + e))
+    return tl.where(scores < 0.0, -size, size)
+
+
+def softmax_factors(scale: float, soft_cap: float) -> tuple[float, float]:
+    """What attention kernels take for ``scale``: the factor of scores in exp2, and the one inside tanh."""
+    return (LOG2_E, scale / soft_cap) if soft_cap else (scale * LOG2_E, 0.0)
 
 
 def product_constants(arch: str, dtype: torch.dtype) -> dict[str, tl.dtype | str]:

@@ -11,6 +11,8 @@ struct job {
     int64_t dtype;
     float scale;
     float *out;
+    int64_t window; /* keys that a row sees, its own included; 0: all */
+    float cap;      /* soft cap of the scores; 0: none */
     _Atomic int failed; /* a thread found no scratch memory */
 };
 
@@ -56,10 +58,16 @@ static struct slice slice_at(const struct walk *w, int64_t first) {
     return (struct slice){first, rows * w->heads, row, rows, w->heads};
 }
 
-/* Query vectors of a slice as [dim][vector], scaled so that scores are exponents of 2. */
+/* The first key that a row at `position` sees. */
+INLINE int64_t first_key(const struct job *j, int64_t position) {
+    return j->window && position >= j->window ? position - j->window + 1 : 0;
+}
+
+/* Query vectors of a slice as [dim][vector], scaled so that scores are exponents of 2 (under a soft cap: the
+ * argument of tanh). */
 static void pack_queries(const struct walk *w, const struct slice *c) {
     const struct job *j = w->j;
-    float scale = j->scale * LOG2E;
+    float scale = j->cap > 0.0f ? j->scale / j->cap : j->scale * LOG2E;
     float *to = w->q + c->first * w->dim;
     int64_t first_row = j->s->cu_q[w->item.request] + w->item.row;
     for (int64_t i = 0; i < c->count; i++) {
@@ -76,14 +84,20 @@ static void scale_state(const struct walk *w, struct state *s, int64_t v, float 
     for (int64_t d = 0; d < w->padded; d += LANES) vstore(values + d, vload(values + d) * f);
 }
 
-/* Scores of one vector to weights, of which the first `seen` (1..32) count. */
-static void softmax_block(const struct walk *w, int64_t v, float *scores, int64_t seen) {
+/* Scores of one vector to weights, of which those from `skip` on and before `seen` (1..32) count. */
+static void softmax_block(const struct walk *w, int64_t v, float *scores, int64_t skip, int64_t seen) {
     enum { VECS = BLOCK / LANES };
     vf s[VECS];
     UNROLL for (int i = 0; i < VECS; i++) s[i] = vload(scores + i * LANES);
+    if (w->j->cap > 0.0f)
+        UNROLL for (int i = 0; i < VECS; i++) s[i] = vset(w->j->cap * LOG2E) * vtanh(s[i]);
     if (seen < BLOCK) {
         vi left = vseti((int32_t)seen) - viota();
         UNROLL for (int i = 0; i < VECS; i++) s[i] = vselect(left > i * LANES, s[i], vset(MINUS_INF));
+    }
+    if (skip > 0) {
+        vi before = viota() - vseti((int32_t)skip);
+        UNROLL for (int i = 0; i < VECS; i++) s[i] = vselect(before < -i * LANES, vset(MINUS_INF), s[i]);
     }
     struct state part = w->part;
     vf largest = s[0];
@@ -128,8 +142,8 @@ static const float zeros[PANEL];
 
 /* One block of keys, from absolute key `key` on, for one slice. */
 static void attend_slice(struct walk *w, const struct slice *c, int64_t key) {
-    int64_t last = w->position + c->row + c->rows - 1;
-    if (last < key) return;
+    int64_t first = w->position + c->row, last = first + c->rows - 1;
+    if (last < key || first_key(w->j, first) >= key + BLOCK) return;
     struct tile t = {
         .x = w->q + c->first * w->dim,
         .panel = w->keys,
@@ -140,21 +154,21 @@ static void attend_slice(struct walk *w, const struct slice *c, int64_t key) {
     };
     fetch_some(&w->fetch);
     key_tiles[c->count](&t);
-    int64_t common = 0; /* keys that all rows see: with fewer than a block, rows go one by one */
+    /* where a row does not see the whole block, rows go one by one */
+    int is_whole = first + 1 >= key + BLOCK && first_key(w->j, last) <= key;
     for (int64_t r = 0; r < c->rows; r++) {
-        int64_t seen = w->position + c->row + r - key + 1;
-        if (seen <= 0) continue;
+        int64_t seen = first + r - key + 1, skip = first_key(w->j, first + r) - key;
+        if (seen <= 0 || skip >= BLOCK) continue;
         if (seen > BLOCK) seen = BLOCK;
-        if (r == 0) common = seen;
         for (int64_t h = 0; h < c->heads; h++) {
             fetch_some(&w->fetch);
-            softmax_block(w, c->first + r * c->heads + h, w->scores + (r * c->heads + h) * BLOCK, seen);
+            softmax_block(w, c->first + r * c->heads + h, w->scores + (r * c->heads + h) * BLOCK, skip, seen);
         }
         fetch_some(&w->fetch);
-        if (common < BLOCK)
+        if (!is_whole)
             add_values(w, c->first + r * c->heads, c->heads, w->scores + r * c->heads * BLOCK, key, seen);
     }
-    if (common == BLOCK) add_values(w, c->first, c->count, w->scores, key, BLOCK);
+    if (is_whole) add_values(w, c->first, c->count, w->scores, key, BLOCK);
 }
 
 static void clear_state(const struct walk *w) {
@@ -186,7 +200,9 @@ static void aim_next(struct walk *w, int64_t key) {
     } else if (w->index + 1 < s->item_count) {
         const struct item *next = &s->items[w->index + 1];
         struct cache_view view = view_of(w->j, next);
-        aim(&w->fetch, &view, s->states ? next->split * SPLIT : 0);
+        int64_t start = view.end - next->rows; /* position of its first row */
+        start = first_key(w->j, start) / BLOCK * BLOCK;
+        aim(&w->fetch, &view, s->states && next->split * SPLIT > start ? next->split * SPLIT : start);
     } else {
         w->fetch.chunks = 0;
     }
@@ -196,8 +212,9 @@ static void aim_next(struct walk *w, int64_t key) {
 static void walk_split(struct walk *w, int64_t split) {
     int64_t keys = w->position + w->item.rows; /* seen by the last row */
     int64_t end = (split + 1) * SPLIT < keys ? (split + 1) * SPLIT : keys;
+    int64_t begin = first_key(w->j, w->position) / BLOCK * BLOCK;
     clear_state(w);
-    for (int64_t key = split * SPLIT; key < end; key += BLOCK) {
+    for (int64_t key = begin > split * SPLIT ? begin : split * SPLIT; key < end; key += BLOCK) {
         int64_t count = end - key < BLOCK ? end - key : BLOCK;
         aim_next(w, key + BLOCK);
         load_keys(&w->cache, key, count, w->keys, &w->fetch);
@@ -211,6 +228,7 @@ static void walk_split(struct walk *w, int64_t split) {
 
 /* total = total merged with the state of a later split */
 static void merge(const struct walk *w, struct state total, struct state part, int64_t v) {
+    if (part.top[v] == MINUS_INF) return; /* the row's window leaves the split out */
     float top = total.top[v] > part.top[v] ? total.top[v] : part.top[v];
     vf a = vset(sexp2(total.top[v] - top)), b = vset(sexp2(part.top[v] - top));
     float *sum = total.sum + v * LANES, *values = total.values + v * w->padded;
@@ -282,17 +300,18 @@ static void run_item(void *context, int64_t index) {
         walk_split(&w, w.item.split);
         return;
     }
-    for (int64_t split = 0; split < w.item.splits; split++) {
+    int64_t begin = first_key(j, w.position) / SPLIT;
+    for (int64_t split = begin; split < w.item.splits; split++) {
         walk_split(&w, split);
-        if (split > 0) {
+        if (split > begin) {
             merge_split(&w, w.part, split);
-        } else if (w.item.splits > 1) {
+        } else if (w.item.splits > begin + 1) {
             struct state first = w.total;
             w.total = w.part;
             w.part = first;
         }
     }
-    write_rows(&w, w.item.splits > 1 ? w.total : w.part);
+    write_rows(&w, w.item.splits > begin + 1 ? w.total : w.part);
 }
 
 /* Merges the states of the items of the same rows, of which `index` is the first. */
@@ -307,9 +326,9 @@ static void merge_item(struct job *j, int64_t index) {
 }
 
 int attend_live(const struct step *s, const float *q, int64_t ldq, const void *k_cache, const void *v_cache,
-                int64_t dtype, float scale, float *out) {
+                int64_t dtype, float scale, float *out, int64_t window, float cap) {
     uint64_t saved = denormals_off();
-    struct job j = {s, q, ldq, k_cache, v_cache, dtype, scale, out, 0};
+    struct job j = {s, q, ldq, k_cache, v_cache, dtype, scale, out, window, cap, 0};
     pool_run(run_item, &j, s->item_count);
     if (s->states)
         for (int64_t i = 0; i < s->item_count; i++) merge_item(&j, i);
@@ -318,10 +337,10 @@ int attend_live(const struct step *s, const float *q, int64_t ldq, const void *k
 }
 
 EXPORT int ask_paged_attention(const struct step *s, const float *q, int64_t ldq, const void *k_cache,
-                               const void *v_cache, int64_t dtype, float scale, float *out) {
+                               const void *v_cache, int64_t dtype, float scale, float *out, int64_t window, float cap) {
     int64_t width = s->q_heads * s->dim;
     for (int64_t r = 0; r < s->requests; r++)
         if (s->kv_lens[r] == 0)
             memset(out + s->cu_q[r] * width, 0, (size_t)(s->q_lens[r] * width) * sizeof(float));
-    return attend_live(s, q, ldq, k_cache, v_cache, dtype, scale, out);
+    return attend_live(s, q, ldq, k_cache, v_cache, dtype, scale, out, window, cap);
 }

@@ -50,4 +50,14 @@ INLINE vf vexp(vf x) {
     return exp2_parts(vselect(x == x, n, vset(0.0f)), f);
 }
 
+/* tanh x = (1 - e) / (1 + e) with e = e^(-2 |x|) and the sign of x; near 0, where 1 - e cancels, its Taylor
+ * series. NaN gives NaN. */
+INLINE vf vtanh(vf x) {
+    vf size = vselect(x < vset(0.0f), -x, x), e = vexp(vset(-2.0f) * size), z = x * x;
+    vf large = (vset(1.0f) - e) / (vset(1.0f) + e);
+    vf p = vfma(vset(-17.0f / 315), z, vset(2.0f / 15));
+    p = vfma(vfma(p, z, vset(-1.0f / 3)), z * x, x);
+    return vselect(size < vset(0.2f), p, vselect(x < vset(0.0f), -large, large));
+}
+
 #endif

@@ -32,13 +32,14 @@ int ask_rotary_kv_write(float *q, const float *k, const float *v, int64_t ldq, i
                         int64_t num_slots, int64_t tokens, int64_t q_heads, int64_t kv_heads, int64_t dim,
                         int64_t rotary_dim, int64_t span_size);
 
-/* q: heads of a token contiguous, tokens ldq apart; out [tokens, q_heads, dim]. Returns 0, or 1 without
- * scratch memory (the output is then incomplete). */
+/* q: heads of a token contiguous, tokens ldq apart; out [tokens, q_heads, dim]. A row sees at most `window`
+ * keys (0: all), scores become cap * tanh(score / cap) (0: as they are). Returns 0, or 1 without scratch
+ * memory (the output is then incomplete). */
 int ask_paged_attention(const struct step *s, const float *q, int64_t ldq, const void *k_cache,
-                        const void *v_cache, int64_t dtype, float scale, float *out);
+                        const void *v_cache, int64_t dtype, float scale, float *out, int64_t window, float cap);
 
 /* The same, but rows of requests without keys (the padding of a batch) are left alone instead of zeroed. */
 int attend_live(const struct step *s, const float *q, int64_t ldq, const void *k_cache, const void *v_cache,
-                int64_t dtype, float scale, float *out);
+                int64_t dtype, float scale, float *out, int64_t window, float cap);
 
 #endif

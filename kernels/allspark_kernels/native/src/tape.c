@@ -6,12 +6,13 @@
 /* Functions of the binding; the numbers are mirrored there. */
 enum { CALL_LINEAR, CALL_RMS_NORM, CALL_SILU_MUL, CALL_ROTARY, CALL_ATTENTION };
 
-/* Integers and addresses in the order of the function's arguments; a float argument leaves a gap. */
+/* Integers and addresses in the order of the function's arguments; a float argument leaves a gap, and the floats
+ * follow in their own order. */
 struct call {
     int64_t function;
     int64_t rows_per_token; /* 0: `a` holds the number of rows; else rows = this times the live tokens */
     int64_t a[20];
-    double f;
+    double f[2];
 };
 
 #define P(i) ((void *)c->a[i])
@@ -22,13 +23,13 @@ static int run_call(const struct call *c, int64_t live) {
     switch (c->function) {
     case CALL_LINEAR: return ask_linear(P(0), P(1), each ? each * live : a[2], P(3));
     case CALL_RMS_NORM:
-        ask_rms_norm(P(0), a[1], P(2), P(3), (float)c->f, P(5), each ? each * live : a[6], a[7]);
+        ask_rms_norm(P(0), a[1], P(2), P(3), (float)c->f[0], P(5), each ? each * live : a[6], a[7]);
         return 0;
     case CALL_SILU_MUL: ask_silu_mul(P(0), P(1), each ? each * live : a[2], a[3]); return 0;
     case CALL_ROTARY:
         return ask_rotary_kv_write(P(0), P(1), P(2), a[3], a[4], a[5], P(6), a[7], P(8), P(9), P(10), P(11), a[12],
                                    a[13], each ? each * live : a[14], a[15], a[16], a[17], a[18], a[19]);
-    default: return attend_live(P(0), P(1), a[2], P(3), P(4), a[5], (float)c->f, P(7));
+    default: return attend_live(P(0), P(1), a[2], P(3), P(4), a[5], (float)c->f[0], P(7), a[8], (float)c->f[1]);
     }
 }
 
