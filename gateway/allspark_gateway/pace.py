@@ -5,7 +5,7 @@ share that CPU. So beyond a rate of answers, tokens are gathered, and all stream
 their looks at Redis then share a round trip and their answers a turn of the loop.
 """
 
-ANSWERS_PER_S = 100  # the rate the gateway aims at
+ANSWERS_PER_S = 50
 SHORTEST_S = 0.01  # gathering for less is not worth a timer
 
 

@@ -28,7 +28,7 @@ class GatewaySettings(ProcessSettings):
     """How long BuildModel, StartModel, StopModel and the like wait for the workers."""
     status_deferral_s: Seconds = 2.0
     """How long after the end GenerateStatus may still answer Generating while a reader has unread tokens."""
-    gather_s: Annotated[float, Field(ge=0, allow_inf_nan=False), Metavar("SECONDS")] = 0.1
+    gather_s: Annotated[float, Field(ge=0, allow_inf_nan=False), Metavar("SECONDS")] = 0.2
     """Longest time that tokens are gathered for one answer of Get while many streams are read; 0: each token
     at once. The first token and the end of a request never wait."""
     allow_shutdown: GrpcAddresses = ()

@@ -44,6 +44,20 @@ async def test_tokens_are_published_in_the_batches_that_were_asked_for(
     assert [r.is_terminal for r in got] == [False] * (len(got) - 1) + [True]
 
 
+async def test_fast_steps_share_an_append_but_the_first_token_and_the_end_do_not_wait(
+    fleet_: MiniFleet,
+) -> None:
+    fleet_.write_model(step_s=0.001)
+    fleet_.start_worker("--publish-interval-s=600")
+    await fleet_.build_and_start()
+    await fleet_.submit("u", [8, 9], 20)
+    await asyncio.wait_for(fleet_.result("u"), 60)
+    first, last = await entries(fleet_, "u")
+    assert first.position == 0 and not first.is_terminal
+    assert last.is_terminal and len(last.tokens) > 1
+    assert records.tokens_of([first, last]) == expected_tokens([8, 9], 20)
+
+
 async def test_a_store_that_restarts_loses_and_doubles_nothing(
     fleet_: MiniFleet, valkey: ValkeyProcess
 ) -> None:

@@ -11,8 +11,8 @@ def reading(num_streams: int, gather_s: float = 0.1, now_s: float = 100.0) -> Pa
 
 
 def test_one_stream_of_ordinary_speed_gets_each_token_at_once() -> None:
-    assert reading(1).pause_s(100.0, 100.011) <= 0, "11 ms after the last one"
-    assert 0 < reading(1).pause_s(100.0, 100.001) <= 0.015, "a faster one a few at a time"
+    assert reading(1).pause_s(100.0, 100.021) <= 0, "21 ms after the last one"
+    assert 0 < reading(1).pause_s(100.0, 100.001) <= 0.03, "a faster one a few at a time"
 
 
 def test_many_streams_are_answered_in_common_ticks() -> None:
@@ -43,9 +43,9 @@ def test_a_stream_counts_once_a_second_and_fades() -> None:
     pace = reading(1)
     for k in range(1, 100):
         pace.enter(100.0, 100.0 + k / 1000)
-    assert pace.pause_s(100.1, 100.1) <= 0.015, "one stream that is read often is one stream"
+    assert pace.pause_s(100.1, 100.1) <= 0.03, "one stream that is read often is one stream"
     pace = reading(16)
     pace.enter(100.5, 101.2)
-    assert pace.pause_s(101.2, 101.2) > 0.02, "the others were read a moment ago"
+    assert pace.pause_s(101.2, 101.2) > 0.03, "the others were read a moment ago"
     pace.enter(101.2, 103.0)
-    assert pace.pause_s(103.0, 103.0) <= 0.015, "they are not any more"
+    assert pace.pause_s(103.0, 103.0) <= 0.03, "they are not any more"

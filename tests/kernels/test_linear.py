@@ -27,6 +27,14 @@ def test_matches_float64(
     assert_close(kernels.linear(x, packed), expected, x.dtype, size=4 + k**0.5)
 
 
+@pytest.mark.parametrize("dtype", (F32, BF16, F16))
+def test_rounded_inputs_match_float64(place: Place, poisoned: None, dtype: torch.dtype) -> None:
+    weight = randn(70, 130, seed=1, dtype=dtype, device=place.device) / 130**0.5
+    packed = kernels.pack_linear(weight, rounds_inputs=True)
+    x = randn(5, 130, seed=3, dtype=activation_dtype(place, dtype), device=place.device)
+    assert_close(kernels.linear(x, packed), x.to(dtype).double() @ weight.double().T, x.dtype, size=20)
+
+
 def test_writes_into_out(place: Place) -> None:
     packed = kernels.pack_linear(randn(70, 48, seed=1, device=place.device))
     x = randn(3, 48, seed=2, device=place.device)

@@ -42,7 +42,7 @@ def run(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
 def test_matches_float64(n: int, k: int, dtype: torch.dtype) -> None:
     x, weight, bias = problem(n, k, 27, dtype)
     for kept_bias in (None, bias):
-        packed = native.pack_linear(weight, kept_bias)
+        packed = native.pack_linear(weight, kept_bias, False)
         expected = x.double() @ weight.double().T
         if kept_bias is not None:
             expected += kept_bias.double()
@@ -53,9 +53,20 @@ def test_matches_float64(n: int, k: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_rows_do_not_depend_on_the_batch(n: int, k: int, dtype: torch.dtype) -> None:
+def test_rounded_inputs_match_float64(n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias = problem(n, k, 27, dtype)
+    rounded, packed = x.to(dtype).double(), native.pack_linear(weight, bias, True)
+    bound = (rounded.abs() @ weight.double().abs().T) * k * 2.0**-24 + 1e-6
+    assert ((run(x, packed) - (rounded @ weight.double().T + bias.double())).abs() <= bound).all()
+    assert torch.equal(packed.unpack(), weight)
+
+
+@pytest.mark.parametrize("rounds", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_rows_do_not_depend_on_the_batch(n: int, k: int, dtype: torch.dtype, rounds: bool) -> None:
     x, weight, bias = problem(n, k, 300, dtype)
-    packed = native.pack_linear(weight, bias)
+    packed = native.pack_linear(weight, bias, rounds)
     whole = run(x, packed)
     for rows in ROWS:
         assert torch.equal(run(x[:rows], packed), whole[:rows]), rows
@@ -63,10 +74,13 @@ def test_rows_do_not_depend_on_the_batch(n: int, k: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("rounds", (False, True))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_and_instruction_sets_agree(dtype: torch.dtype) -> None:
-    x, weight, bias = problem(330, 576, 40, dtype)
-    packed = native.pack_linear(weight, bias)
+def test_threads_and_instruction_sets_agree(dtype: torch.dtype, rounds: bool) -> None:
+    """Rounded inputs: also where the CPU has no instruction for pairs of bf16."""
+    x, weight, bias = problem(330, 577, 40, dtype)
+    x *= torch.logspace(-37, 3, 40)[:, None]  # sums that are flushed to zero, too
+    packed = native.pack_linear(weight, bias, rounds)
     native.set_num_threads(1)
     expected = {rows: run(x[:rows], packed) for rows in ROWS}
     for isa in library.runnable_isas():
@@ -79,30 +93,30 @@ def test_threads_and_instruction_sets_agree(dtype: torch.dtype) -> None:
 
 def test_no_rows_give_no_rows() -> None:
     _, weight, _ = problem(33, 17, 1, torch.bfloat16)
-    assert native.linear(torch.empty(0, 17), native.pack_linear(weight, None), None).shape == (0, 33)
+    assert native.linear(torch.empty(0, 17), native.pack_linear(weight, None, False), None).shape == (0, 33)
 
 
 def test_activations_must_be_float32() -> None:
     x, weight, _ = problem(33, 17, 2, torch.bfloat16)
     with pytest.raises(ValueError, match="float32"):
-        native.linear(x.bfloat16(), native.pack_linear(weight, None), None)
+        native.linear(x.bfloat16(), native.pack_linear(weight, None, False), None)
 
 
 def test_denormals_are_flushed_and_the_callers_mode_is_kept() -> None:
     tiny = torch.full((1, 8), 1e-40)
-    packed = native.pack_linear(torch.eye(8), None)
+    packed = native.pack_linear(torch.eye(8), None, False)
     assert torch.equal(run(tiny, packed), torch.zeros(1, 8))
     assert float(torch.tensor(1e-40) * 1.0) != 0.0
 
 
 def test_memory_of_dropped_weights_is_reused() -> None:
-    held = native.pack_linear(torch.randn(64, 64), None)
+    held = native.pack_linear(torch.randn(64, 64), None, False)
     before = held.unpack()
     weight = torch.zeros(2048, 1024)
-    native.pack_linear(weight, None)
+    native.pack_linear(weight, None, False)
     resident = resident_bytes()
     for _ in range(40):
-        native.pack_linear(weight, None)
+        native.pack_linear(weight, None, False)
     assert resident_bytes() - resident < 20 * weight.nbytes
     assert torch.equal(held.unpack(), before)
 

@@ -47,7 +47,9 @@ class Worker:
         self.worker_id = f"{name}-{uuid_lib.uuid4().hex[:8]}"
         self._store = Store(settings.redis, patience_s=None)
         self._ledger = Ledger(self._store)
-        self._publisher = Publisher(self._ledger, settings.publish_buffer, self._on_end)
+        self._publisher = Publisher(
+            self._ledger, settings.publish_buffer, settings.publish_interval_s, self._on_end
+        )
         self._links = BrokerLinks(
             self.worker_id,
             settings.broker,

@@ -1,7 +1,9 @@
 """Appends what the engines produce to the streams: one pipelined round trip for all requests of a step.
 
-Runs on the worker's loop, so the engine thread never waits for Redis. While Redis is away tokens are kept;
-when `bound` of them wait, their requests are held in the engine until the backlog is half gone.
+Runs on the worker's loop, so the engine thread never waits for Redis. An append costs every process on its
+way CPU that the engine may share, so the tokens of steps that follow each other fast share one. While Redis
+is away tokens are kept; when `bound` of them wait, their requests are held in the engine until the backlog is
+half gone.
 """
 
 import asyncio
@@ -39,6 +41,11 @@ class Publication:
         return len(self.tokens) - self.published
 
     @property
+    def is_urgent(self) -> bool:
+        """Whether somebody may be waiting for the first token or the end."""
+        return self.published == 0 or self.ending is not None
+
+    @property
     def is_due(self) -> bool:
         if self.is_cancelled:
             return False
@@ -47,15 +54,23 @@ class Publication:
 
 
 class Publisher:
-    """`on_end(publication)` is called when a request has left this worker, whatever the way."""
+    """`on_end(publication)` is called when a request has left this worker, whatever the way.
 
-    def __init__(self, ledger: Ledger, bound: int, on_end: Callable[[Publication], None]) -> None:
+    `interval_s` is the least time between two appends, unless there is a first token or an end to append.
+    """
+
+    def __init__(
+        self, ledger: Ledger, bound: int, interval_s: float, on_end: Callable[[Publication], None]
+    ) -> None:
         self._ledger = ledger
         self._bound = bound
+        self._interval_s = interval_s
         self._on_end = on_end
         self._open: dict[str, Publication] = {}
         self._due: dict[str, Publication] = {}
         self._wake = asyncio.Event()
+        self._hurry = asyncio.Event()  # what is due shall be appended now
+        self._next_append_s = float("-inf")
         self._backlog = 0
         self._holding = False
         self.empty = asyncio.Event()
@@ -92,6 +107,8 @@ class Publisher:
                 publication.ending = ending_of(output.finish, output.message)
             if publication.is_due:
                 self._due[publication.request_id] = publication
+                if publication.is_urgent:
+                    self._hurry.set()
         if self._due:
             self._wake.set()
         if self._backlog > self._bound and not self._holding:
@@ -101,6 +118,7 @@ class Publisher:
         """Ends a request that never entered the engine."""
         publication.ending = ending
         self._due[publication.request_id] = publication
+        self._hurry.set()
         self._wake.set()
 
     def cancel(self, rid: str) -> bool:
@@ -131,10 +149,22 @@ class Publisher:
             await self._wake.wait()
             self._wake.clear()
             while self._due:
-                due, self._due = self._due, {}
-                await self._append(list(due.values()))
+                await self._gather()
+                due, self._due = list(self._due.values()), {}
+                if due:  # cancelled meanwhile otherwise
+                    await self._append(due)
                 if self._holding and self._backlog <= self._bound // 2:
                     self._let_go()
+
+    async def _gather(self) -> None:
+        """Waits until the next append is due."""
+        loop = asyncio.get_running_loop()
+        if self._next_append_s > loop.time():
+            timer = loop.call_at(self._next_append_s, self._hurry.set)
+            await self._hurry.wait()
+            timer.cancel()
+        self._hurry.clear()
+        self._next_append_s = loop.time() + self._interval_s
 
     async def _append(self, due: list[Publication]) -> None:
         appends = [

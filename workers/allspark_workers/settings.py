@@ -25,7 +25,7 @@ class WorkerSettings(ProcessSettings):
     kv_memory: Annotated[Size | None, Metavar("BYTES")] = None
     """Memory for KV spans, for example 2GiB; unset: chosen from what the device has free."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Number format of weights and activations; auto: as the model was saved, if the device is good at it."""
+    """Number format of products; auto: weights as saved, activations as precise as the device has them."""
     kernels: Literal["auto", "torch", "native", "triton"] = "auto"
     """Implementation of the kernels; auto: Triton on CUDA, native on CPU, PyTorch where that is missing."""
     max_queue: Count = 1024
@@ -38,6 +38,8 @@ class WorkerSettings(ProcessSettings):
     """With requests running and no step for this long, the worker gives up and exits."""
     publish_buffer: Count = 65536
     """Tokens held back while Redis does not answer; requests pause when it is full."""
+    publish_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False), Metavar("SECONDS")] = 0.04
+    """Least time between two appends, in which tokens gather; first tokens and endings never wait."""
     profile: bool = False
     """Measure every operator for GetOpProfilingInfo."""
 

@@ -31,7 +31,7 @@ class FleetSettings(Settings):
     kv_memory: Annotated[Size | None, Metavar("BYTES")] = None
     """Memory for KV spans of each worker, for example 2GiB; unset: chosen from what is free."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Number format of weights and activations; auto: as the model was saved, if the device is good at it."""
+    """Number format of products; auto: weights as saved, activations as precise as the device has them."""
     kernels: Literal["auto", "torch", "native", "triton"] = "auto"
     """Implementation of the kernels; auto: Triton on CUDA, native on CPU, PyTorch where that is missing."""
     log_level: LogLevel = "warning"
@@ -200,6 +200,8 @@ class BenchSettings(FleetSettings):
 
     command: ClassVar[str] = "bench"
 
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Number format of products, in the engine and in the fleet."""
     model: Annotated[str, Metavar("PATH")] = "smollm2"
     """A Hugging Face directory or a GGUF file; smollm2 means the demo model."""
     batch: Annotated[StrList, Metavar("N")] = ("1", "16")

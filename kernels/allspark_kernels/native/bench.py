@@ -61,7 +61,7 @@ def _linear_cell(shape: tuple[int, int], rows: int) -> str:
     n, k = shape
     copies = max(1, CACHE_BYTES // (n * k * 2))
     x, out = torch.randn(rows, k), torch.empty(rows, n)
-    packed = [pack_linear(torch.randn(n, k).bfloat16()) for _ in range(copies)]
+    packed = [pack_linear(torch.randn(n, k).bfloat16(), rounds_inputs=True) for _ in range(copies)]
     return _rate(best_seconds(lambda i: linear(x, packed[i % copies], out)), rows, shape, 2)
 
 
@@ -86,7 +86,7 @@ class Model:
 
     def __init__(self, requests: int, context: int) -> None:
         def weight(shape: tuple[int, int]) -> PackedLinear:
-            return pack_linear((torch.randn(shape) * 0.02).bfloat16())
+            return pack_linear((torch.randn(shape) * 0.02).bfloat16(), rounds_inputs=True)
 
         names = [name for name in SHAPES if name != "lm_head"]
         self.layers = [{name: weight(SHAPES[name]) for name in names} for _ in range(LAYERS)]

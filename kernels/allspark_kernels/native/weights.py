@@ -19,7 +19,7 @@ LONG_CALL_FLOPS = 100_000_000
 class _Header(ctypes.Structure):
     """Mirror of ``struct linear`` in linear.h."""
 
-    _fields_ = (("n", I64), ("k", I64), ("dtype", I64), ("panels", PTR), ("bias", PTR))
+    _fields_ = (("n", I64), ("k", I64), ("dtype", I64), ("panels", PTR), ("bias", PTR), ("rounds", I64))
 
 
 class Layout:
@@ -27,7 +27,7 @@ class Layout:
 
     __slots__ = ("__weakref__", "address", "bias", "header", "long_rows", "nbytes")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rounds_inputs: bool) -> None:
         lib = library.current.freed
         n, k = weight.shape
         code = DTYPE_CODES[weight.dtype]
@@ -38,7 +38,8 @@ class Layout:
         weakref.finalize(self, lib.ask_arena_free, block)
         # Whole panels are read, so the bias is padded to their width.
         self.bias = None if bias is None else _padded(bias)
-        self.header = _Header(n, k, code, block, None if self.bias is None else self.bias.data_ptr())
+        bias_at = None if self.bias is None else self.bias.data_ptr()
+        self.header = _Header(n, k, code, block, bias_at, rounds_inputs)
         self.address = ctypes.addressof(self.header)
         self.long_rows = 1 if self.nbytes > LONG_CALL_BYTES else LONG_CALL_FLOPS // (2 * n * k) + 1
         lib.ask_linear_pack(self.address, weight.data_ptr())
@@ -48,11 +49,11 @@ def _padded(bias: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(bias.detach().float(), (0, -len(bias) % 32))
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, rounds_inputs: bool) -> PackedLinear:
     """Copy weight [N, K] into panels of 32 output columns; bias [N] is kept in float32."""
     if weight.device.type != "cpu":
         raise ValueError(f"native kernels pack CPU tensors, not {weight.device}")
-    layout = Layout(weight.detach().contiguous(), bias)
+    layout = Layout(weight.detach().contiguous(), bias, rounds_inputs)
     return PackedLinear(
         in_features=weight.shape[1],
         out_features=weight.shape[0],
@@ -73,7 +74,7 @@ def _unpack(packed: PackedLinear) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, w: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] float32 -> [T, N] float32; each element is one sum in the order of k, starting at the bias."""
+    """x [T, K] float32 -> [T, N] float32; each element is one sum of a fixed order, starting at the bias."""
     rows = x.shape[0]
     if out is None:
         out = torch.empty((rows, w.out_features), dtype=torch.float32)

@@ -146,8 +146,11 @@ def _config(arch: str, dtype: torch.dtype, few_rows: bool) -> tuple[dict[str, An
     return {**constants, "SPLIT_K": SPLIT_K, "GROUP": GROUP_ROWS, **product_constants(arch, dtype)}, options
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-    """Keep the weight row-major [N, K]: both operands of the product then stream along K."""
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, rounds_inputs: bool) -> PackedLinear:
+    """Keep the weight row-major [N, K]: both operands of the product then stream along K.
+
+    `rounds_inputs` needs nothing here: ``linear`` takes x in the weight's dtype only.
+    """
     layout = weight.detach().contiguous()
     kept_bias = None if bias is None else bias.detach().contiguous()
     return PackedLinear(

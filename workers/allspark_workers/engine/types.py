@@ -147,9 +147,10 @@ class ModelConfig:
     """How a model is loaded and run; zero means "choose" wherever a default is named.
 
     `model_path`: a Hugging Face directory or a GGUF file; `weights_path` empty or the same, or where the
-    weights lie if not there. `dtype` "auto": the checkpoint's own (quantised GGUF: bf16). `max_length` 0: the
-    model's own. `max_batch` 0: 32. `span_size` tokens, 0: 32. `kv_bytes` 0: a bounded share of free memory.
-    `num_threads` 0: as many as the process may use. `prefill_chunk`: prompt tokens computed per step.
+    weights lie if not there. `dtype` "auto": the checkpoint's own (quantised GGUF: bf16), with activations as
+    precise as the device has them; any other: products of numbers of that type, with fp32 sums. `max_length`
+    0: the model's own. `max_batch` 0: 32. `span_size` tokens, 0: 32. `kv_bytes` 0: a bounded share of free
+    memory. `num_threads` 0: as many as the process may use. `prefill_chunk`: prompt tokens computed per step.
     `cache_mode`: how K and V are stored, 0 in the model's dtype, 1 as int8, 2 as uint4.
     """
 

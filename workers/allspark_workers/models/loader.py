@@ -68,7 +68,8 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> Model:
             f"{device} has {_mib(free)} MiB free"
         )
     try:
-        decoder, weight_bytes = _Builder(arch, source, device, dtype, report).build(max_length)
+        builder = _Builder(arch, source, device, dtype, config.dtype != "auto", report)
+        decoder, weight_bytes = builder.build(max_length)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelMemoryError(
             f"out of memory on {device} while loading {source.location}: {error}"
@@ -139,9 +140,11 @@ class _Builder:
         source: WeightSource,
         device: torch.device,
         dtype: torch.dtype,
+        rounds_inputs: bool,
         report: Progress,
     ) -> None:
         self._arch = arch
+        self._rounds_inputs = rounds_inputs
         self._source = source
         self._device = device
         self._dtype = dtype
@@ -208,7 +211,8 @@ class _Builder:
         return self._pack(parts, torch.cat(biases))
 
     def _pack(self, parts: list[torch.Tensor], bias: torch.Tensor | None = None) -> PackedLinear:
-        packed = pack_linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        packed = pack_linear(weight, bias, rounds_inputs=self._rounds_inputs)
         self._bytes += packed.nbytes
         return packed
 

@@ -10,9 +10,9 @@ struct pack {
     int is_unpack;
 };
 
-/* position of (k, column) inside a panel, in elements (see load_row) */
+/* position of (k, column) inside a panel, in elements */
 INLINE int64_t place(int dtype, int64_t k, int64_t column) {
-    if (dtype == DT_BF16) column = column % LANES * 2 + column / LANES;
+    if (dtype == DT_BF16) return (k / 2 * PANEL + column) * 2 + k % 2;
     return k * PANEL + column;
 }
 
@@ -41,7 +41,7 @@ static void move_panel(void *context, int64_t panel) {
 }
 
 EXPORT int64_t ask_linear_bytes(int64_t n, int64_t k, int64_t dtype) {
-    struct linear w = {n, k, dtype, NULL, NULL};
+    struct linear w = {n, k, dtype, NULL, NULL, 0};
     return panel_count(&w) * panel_bytes(&w);
 }
 
