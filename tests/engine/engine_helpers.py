@@ -48,14 +48,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("Llama", {"rope_parameters": LINEAR_ROPE, "num_key_value_heads": 4}),
     "mistral": ("Mistral", {"head_dim": 32, "sliding_window": None, "num_key_value_heads": 1}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "mistral-window": ("Mistral", {"sliding_window": 70}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "phi3": (
+        "Phi3",
+        {
+            "sliding_window": 90,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "pad_token_id": 0,
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 32, "attention_bias": False, "pad_token_id": 0}),
 }
 
 
-def build_reference(variant: str) -> Any:
+def build_reference(variant: str, **more: Any) -> Any:
     """A transformers model whose every parameter is random, biases and norms included."""
     family, changes = VARIANTS[variant]
-    config = getattr(transformers, f"{family}Config")(**(COMMON | changes))
+    config = getattr(transformers, f"{family}Config")(**(COMMON | changes | more))
     torch.manual_seed(sum(map(ord, variant)))
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     with torch.no_grad():

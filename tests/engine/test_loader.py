@@ -174,16 +174,19 @@ def test_an_untold_tie_is_decided_by_the_checkpoint(copy: Callable[..., Path]) -
     assert torch.equal(model.decoder.lm_head.unpack(), model.decoder.embedding)
 
 
-def test_a_sliding_window_limits_the_length(
-    copy: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert load_model(ModelConfig(str(copy("mistral", sliding_window=48)))).max_length == 48
-    assert "cut to 48 tokens, its attention window" in caplog.text
-    assert load_model(ModelConfig(str(copy("mistral", sliding_window=48)), max_length=40)).max_length == 40
-    assert load_model(ModelConfig(str(copy("mistral", sliding_window=...)))).max_length == 640
-    qwen = copy("qwen2", use_sliding_window=True, sliding_window=33, layer_types=["sliding_attention"] * 3)
-    assert load_model(ModelConfig(str(qwen))).max_length == 33
-    assert load_model(ModelConfig(str(copy("qwen2", use_sliding_window=False)))).max_length == 640
+def test_which_layers_have_a_window(copy: Callable[..., Path]) -> None:
+    def windows(variant: str, **changes: Any) -> tuple[int, ...]:
+        return read_architecture(copy(variant, **changes)).windows
+
+    assert windows("mistral", sliding_window=48) == (48, 48, 48)
+    assert windows("mistral", sliding_window=...) == (4096, 4096, 4096), "what Mistral means by silence"
+    assert windows("mistral", sliding_window=None) == ()
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    assert windows("qwen2", use_sliding_window=True, sliding_window=33, layer_types=types) == (0, 33, 0)
+    late = {"use_sliding_window": True, "sliding_window": 33, "layer_types": ..., "max_window_layers": 2}
+    assert windows("qwen2", **late) == (0, 0, 33)
+    assert windows("qwen2", use_sliding_window=False, sliding_window=33) == ()
+    assert windows("llama-tied", sliding_window=33) == ()
 
 
 def test_the_context_limits_the_length(tiny: TinyModels, caplog: pytest.LogCaptureFixture) -> None:

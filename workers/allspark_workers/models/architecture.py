@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
-# Llama is the trunk; the others differ in where they put a bias and in normalising q and k.
-FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "longrope")
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class RopeParams:
     """Rotary embedding: base and how it is stretched beyond the trained context.
 
-    `divisors` (GGUF) divides each inverse frequency and takes the place of `kind` "llama3".
+    `divisors` (GGUF, longrope) divides each inverse frequency. `short_divisors` and `long_divisors` are the
+    two sets of longrope, of which `rope.settled` chooses one.
     """
 
     kind: str = "default"
@@ -31,6 +31,8 @@ class RopeParams:
     mscale_all_dim: float = 0.0
     is_truncated: bool = True
     divisors: tuple[float, ...] = ()
+    short_divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rotary_dim < 2 or self.rotary_dim % 2:
@@ -41,16 +43,22 @@ class RopeParams:
             )
         if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(f"rope frequency factors {self.low_freq_factor}, {self.high_freq_factor}")
-        if self.divisors and len(self.divisors) != self.rotary_dim // 2:
-            raise ValueError(f"{len(self.divisors)} rope divisors for {self.rotary_dim} dimensions")
+        for divisors in (self.divisors, self.short_divisors, self.long_divisors):
+            if divisors and (len(divisors) != self.rotary_dim // 2 or min(divisors) <= 0):
+                raise ValueError(f"rope divisors {divisors} for {self.rotary_dim} dimensions")
+        if self.kind == "longrope" and not (self.divisors or (self.short_divisors and self.long_divisors)):
+            raise ValueError("longrope needs short_factor and long_factor")
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Shape of a decoder-only transformer with RMSNorm, rotary positions, grouped heads and SwiGLU.
+    """A decoder-only transformer with RMSNorm, rotary positions, grouped heads and a gated MLP.
 
-    `max_positions`: longest context in tokens; `window`: attention sees at most that many tokens back (None:
-    all). `is_tied`: the output matrix is the embedding (None: decided by what the checkpoint holds).
+    `max_positions`: longest context in tokens. `windows`: per layer, how many tokens attention sees, the
+    current one included (0: all); empty means 0 everywhere. `is_tied`: the output matrix is the embedding
+    (None: decided by what the checkpoint holds). `is_rope_interleaved`: the checkpoint's q and k are made for
+    rotating neighbours (x[2i], x[2i + 1]); the loader reorders them to halves. `has_post_norms`: what a block
+    gives back is normalised before it is added.
     """
 
     family: str
@@ -69,8 +77,11 @@ class Architecture:
     has_mlp_bias: bool
     has_qk_norm: bool
     is_tied: bool | None
-    window: int | None
+    windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
+    activation: Activation = "silu"
+    has_post_norms: bool = False
+    is_rope_interleaved: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -89,6 +100,12 @@ class Architecture:
             raise ValueError(f"{self.num_heads} heads of {self.head_dim} over {self.num_kv_heads} KV heads")
         if self.rope.rotary_dim > self.head_dim:
             raise ValueError(f"the rotary dimension {self.rope.rotary_dim} exceeds head_dim {self.head_dim}")
+        if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
+            raise ValueError(f"attention windows {self.windows} for {self.num_layers} layers")
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that attention of this layer sees; 0: all."""
+        return self.windows[layer] if self.windows else 0
 
     @property
     def num_parameters(self) -> int:

@@ -1,4 +1,4 @@
-"""The forward pass shared by Llama, Mistral, Qwen2 and Qwen3, over a ragged batch and a paged KV cache."""
+"""The forward pass shared by all families, over a ragged batch and a paged KV cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class StepTensors:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One transformer block; `q_norm`, `k_norm` [head_dim] or None. Norm weights in the compute dtype."""
+    """One transformer block. Norm weights in the compute dtype; `q_norm`, `k_norm` [head_dim] or None.
+
+    `attention_post_norm`, `mlp_post_norm` [H] are applied to what attention and MLP give back, None: as it
+    is. `window`: tokens that attention sees, 0: all.
+    """
 
     input_norm: torch.Tensor
     qkv: PackedLinear
@@ -38,6 +42,9 @@ class Layer:
     mlp_norm: torch.Tensor
     gate_up: PackedLinear
     down: PackedLinear
+    attention_post_norm: torch.Tensor | None = None
+    mlp_post_norm: torch.Tensor | None = None
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +107,13 @@ class Decoder:
             if index == final and step.last is not None:
                 # Nothing after the last attention mixes tokens: go on with those that are wanted.
                 x, residual = x.index_select(0, step.last), residual.index_select(0, step.last)
-            x = add_norm(linear(x, layer.output), residual, layer.mlp_norm, eps)
+            x = linear(x, layer.output)
+            if layer.attention_post_norm is not None:
+                x = ops.rms_norm(x, layer.attention_post_norm, eps)
+            x = add_norm(x, residual, layer.mlp_norm, eps)
             x = linear(silu_mul(linear(x, layer.gate_up)), layer.down)
+            if layer.mlp_post_norm is not None:
+                x = ops.rms_norm(x, layer.mlp_post_norm, eps)
             x = add_norm(x, residual, next_norm, eps)
         return ops.lm_head(x, self.lm_head)
 
@@ -121,7 +133,8 @@ class Decoder:
             q, k = self._norm_heads(ops, qkv.view(-1, dim), layer.q_norm, layer.k_norm)
         keys, values = cache
         ops.rotary_kv_write(q, k, v, self.cos_sin, step.positions, step.slots, keys, values)
-        return ops.paged_attention(q, keys, values, step.plan, self._scale).view(tokens, -1)
+        x = ops.paged_attention(q, keys, values, step.plan, self._scale, window=layer.window)
+        return x.view(tokens, -1)
 
     def _norm_heads(
         self, ops: KernelOps, heads: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor

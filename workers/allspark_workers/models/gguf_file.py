@@ -117,13 +117,14 @@ class GGUFFile:
         context = int(self._need("context_length"))
         eos = self._field("tokenizer.ggml.eos_token_id")
         end_of_turn = self._field("tokenizer.ggml.eot_token_id")
+        num_layers = int(self._need("block_count"))
         window = self._key("attention.sliding_window", 0)
         return Architecture(
             family=self._name,
             vocab_size=names["model.embed_tokens.weight"].shape[0],
             hidden_size=hidden,
             intermediate_size=int(self._need("feed_forward_length")),
-            num_layers=int(self._need("block_count")),
+            num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=int(self._key("attention.head_count_kv", heads)),
             head_dim=head_dim,
@@ -135,7 +136,7 @@ class GGUFFile:
             has_mlp_bias="model.layers.0.mlp.up_proj.bias" in names,
             has_qk_norm="model.layers.0.self_attn.q_norm.weight" in names,
             is_tied="lm_head.weight" not in names,
-            window=int(window) if window else None,
+            windows=(int(window),) * num_layers if window else (),
             eos_token_ids=tuple(dict.fromkeys(int(i) for i in (eos, end_of_turn) if i is not None)),
         )
 

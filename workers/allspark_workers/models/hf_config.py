@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
-from allspark_workers.models.architecture import FAMILIES, ROPE_TYPES, Architecture, RopeParams
+from allspark_workers.models.architecture import ROPE_TYPES, Activation, Architecture, RopeParams
+from allspark_workers.models.families import Family, find_family, known_classes
 
-_CLASSES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-# What the reference implementation assumes where a configuration is silent.
-_MISTRAL_WINDOW = 4096
-_MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Early configurations of Phi-3 call longrope by the names of its predecessors.
+_PHI3_ROPE = {"su": "longrope", "yarn": "longrope"}
 
 
 def read_architecture(directory: Path) -> Architecture:
@@ -37,50 +32,59 @@ def read_architecture(directory: Path) -> Architecture:
 def _architecture(config: Mapping[str, Any], eos_ids: tuple[int, ...]) -> Architecture:
     family = _family(config)
     _refuse_unknown(config)
-    num_heads = int(config["num_attention_heads"])
+    num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     head_dim = int(config.get("head_dim") or config["hidden_size"] // num_heads)
-    max_positions = int(config.get("max_position_embeddings") or _MAX_POSITIONS[family])
-    attention_bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3")
+    max_positions = int(config.get("max_position_embeddings") or family.max_positions)
+    has_bias = family.has_qkv_bias
+    if family.bias_key is not None:
+        has_bias = bool(config.get(family.bias_key, has_bias))
     tied = config.get("tie_word_embeddings")
     return Architecture(
-        family=family,
+        family=family.name,
         vocab_size=int(config["vocab_size"]),
         hidden_size=int(config["hidden_size"]),
         intermediate_size=int(config["intermediate_size"]),
-        num_layers=int(config["num_hidden_layers"]),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         max_positions=max_positions,
-        rope=_rope(config, head_dim, max_positions),
-        has_qkv_bias=attention_bias or family == "qwen2",
-        has_output_bias=attention_bias,
-        has_mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
-        has_qk_norm=family == "qwen3",
+        rope=_rope(config, family, head_dim, max_positions),
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias and family.has_output_bias,
+        has_mlp_bias=bool(config.get("mlp_bias", False)) and family.has_mlp_bias_key,
+        has_qk_norm=family.has_qk_norm,
         is_tied=None if tied is None else bool(tied),
-        window=_window(config, family),
+        windows=_windows(config, family, num_layers),
         eos_token_ids=eos_ids,
+        activation=_activation(config, family),
+        has_post_norms=family.names.mlp_post_norm is not None,
+        is_rope_interleaved=family.is_rope_interleaved,
     )
 
 
-def _family(config: Mapping[str, Any]) -> str:
+def _family(config: Mapping[str, Any]) -> Family:
     classes = config.get("architectures") or []
-    if classes:
-        family = _CLASSES.get(str(classes[0]))
-    else:
-        family = config.get("model_type") if config.get("model_type") in FAMILIES else None
+    asked = str(classes[0] if classes else config.get("model_type"))
+    family = find_family(asked)
     if family is None:
-        asked = classes[0] if classes else config.get("model_type")
-        raise UnsupportedModelError(f"architecture {asked} is not supported; known: {', '.join(_CLASSES)}")
+        raise UnsupportedModelError(f"architecture {asked} is not supported; known: {known_classes()}")
     return family
 
 
+def _activation(config: Mapping[str, Any], family: Family) -> Activation:
+    asked = config.get("hidden_act")
+    if asked is None:
+        return family.activation
+    if asked not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise UnsupportedModelError(f"activation {asked!r} is not supported; known: {known}")
+    return _ACTIVATIONS[asked]
+
+
 def _refuse_unknown(config: Mapping[str, Any]) -> None:
-    act = config.get("hidden_act", "silu")
-    if act not in ("silu", "swish"):
-        raise UnsupportedModelError(f"activation {act!r} is not supported; known: silu")
     quantisation = config.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
@@ -89,38 +93,49 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
         )
 
 
-def _window(config: Mapping[str, Any], family: str) -> int | None:
-    """How far attention looks back, where a configuration limits it for any layer."""
+def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
+    """The attention window of each layer, 0 where it sees everything; empty if no layer has one."""
     layer_types = config.get("layer_types")
     if layer_types is not None:
         strange = set(layer_types) - {"full_attention", "sliding_attention"}
         if strange:
             raise UnsupportedModelError(f"attention layers of type {sorted(strange)} are not supported")
-    if family == "mistral":
-        window = config.get("sliding_window", _MISTRAL_WINDOW)
-    elif config.get("use_sliding_window") and (layer_types is None or "sliding_attention" in layer_types):
-        window = config.get("sliding_window")
+        if len(layer_types) != num_layers:
+            raise ValueError(f"{len(layer_types)} layer_types for {num_layers} layers")
+    is_off = family.windows == "late" and not config.get("use_sliding_window")
+    window = None if is_off else config.get("sliding_window", family.window)
+    if not window or family.windows == "none":
+        return ()
+    if layer_types is not None:
+        is_local = [kind == "sliding_attention" for kind in layer_types]
+    elif family.windows == "late":
+        is_local = [i >= int(config.get("max_window_layers", 28)) for i in range(num_layers)]
     else:
-        window = None
-    return int(window) if window else None
+        is_local = [True] * num_layers
+    return tuple(int(window) if local else 0 for local in is_local) if any(is_local) else ()
 
 
-def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeParams:
+def _rope(config: Mapping[str, Any], family: Family, head_dim: int, max_positions: int) -> RopeParams:
     """Both forms: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling`."""
     given: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = str(given.get("rope_type", given.get("type", "default")))
+    if family.name == "phi3":
+        kind = _PHI3_ROPE.get(kind, kind)
     if kind not in ROPE_TYPES:
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
-    fraction = given.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
-    original = given.get("original_max_position_embeddings") or max_positions
+    fraction = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    original = given.get("original_max_position_embeddings")
+    if kind == "longrope":  # written beside the rope parameters, where it takes precedence
+        original = config.get("original_max_position_embeddings") or original
+    original = original or max_positions
     factor = given.get("factor")
     if factor is None:
-        factor = max_positions / original if kind == "yarn" else 1.0
+        factor = max_positions / original if kind in ("yarn", "longrope") else 1.0
     attention_factor = given.get("attention_factor")
     return RopeParams(
         kind=kind,
-        theta=float(given.get("rope_theta", config.get("rope_theta")) or 10000.0),
-        rotary_dim=int(head_dim * fraction),
+        theta=float(given.get("rope_theta", config.get("rope_theta")) or family.rope_theta),
+        rotary_dim=int(head_dim * (fraction or family.rotary_fraction)),
         factor=float(factor),
         low_freq_factor=float(given.get("low_freq_factor", 1.0)),
         high_freq_factor=float(given.get("high_freq_factor", 4.0)),
@@ -131,6 +146,8 @@ def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeP
         mscale=float(given.get("mscale") or 0),
         mscale_all_dim=float(given.get("mscale_all_dim") or 0),
         is_truncated=bool(given.get("truncate", True)),
+        short_divisors=tuple(map(float, given.get("short_factor") or ())),
+        long_divisors=tuple(map(float, given.get("long_factor") or ())),
     )
 
 

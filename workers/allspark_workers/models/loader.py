@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,9 +16,10 @@ from allspark_workers.engine.errors import ModelIOError, ModelMemoryError, Unsup
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.architecture import Architecture
 from allspark_workers.models.decoder import Decoder, Layer
+from allspark_workers.models.families import FAMILIES
 from allspark_workers.models.gguf_file import GGUFFile
 from allspark_workers.models.hf_config import read_architecture
-from allspark_workers.models.rope import cos_sin_table
+from allspark_workers.models.rope import cos_sin_table, settled
 from allspark_workers.models.safetensors_source import SafetensorsSource
 from allspark_workers.models.source import WeightSource, digest_files
 
@@ -33,7 +34,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A loaded model. `max_length`: longest request in tokens (configuration, context, attention window)."""
+    """A loaded model. `max_length`: longest request in tokens (configuration, context)."""
 
     decoder: Decoder
     arch: Architecture
@@ -60,6 +61,7 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> Model:
     device = _device(config.device)
     dtype = source.dtype if config.dtype == "auto" else _DTYPES[config.dtype]
     max_length = _max_length(config, arch)
+    arch = replace(arch, rope=settled(arch.rope, max_length))
     need = arch.num_parameters * dtype.itemsize + max_length * arch.rope.rotary_dim * _TABLE_BYTES
     free = free_bytes(device)
     if need > free:
@@ -117,18 +119,21 @@ def _device(name: str) -> torch.device:
 
 
 def _max_length(config: ModelConfig, arch: Architecture) -> int:
-    """The longest request. Attention that looks back only `window` tokens is exact up to that length."""
-    window = arch.window or arch.max_positions
-    limit = min(arch.max_positions, window)
-    asked = config.max_length or arch.max_positions
+    """The longest request."""
+    limit = arch.max_positions
+    asked = config.max_length or limit
     if asked > limit:
-        reason = "its attention window" if window < arch.max_positions else "its context"
-        logger.warning("%s: max_length %d cut to %d tokens, %s", config.model_path, asked, limit, reason)
+        logger.warning("%s: max_length %d cut to %d tokens, its context", config.model_path, asked, limit)
     return min(asked, limit)
 
 
 def _mib(count: int) -> int:
     return -(-count // (1 << 20))
+
+
+def _shared(rows: list[int], names: list[str]) -> list[int]:
+    """Rows of each named tensor: one for each part, or all parts in one."""
+    return rows if len(names) == len(rows) else [sum(rows)]
 
 
 class _Builder:
@@ -157,11 +162,11 @@ class _Builder:
         arch = self._arch
         layers = []
         for index in range(arch.num_layers):
-            layers.append(self._layer(f"model.layers.{index}."))
+            layers.append(self._layer(index))
             self._report((index + 1) / (arch.num_layers + 2), f"layer {index + 1} of {arch.num_layers}")
         table = self._tensor("model.embed_tokens.weight", (arch.vocab_size, arch.hidden_size), self._dtype)
         self._bytes += table.nbytes
-        head = self._pack([table]) if self._is_tied() else self._matrix(["lm_head"], [arch.vocab_size])
+        head = self._pack(table) if self._is_tied() else self._matrix(["lm_head"], [arch.vocab_size])
         norm = self._norm("model.norm", arch.hidden_size)
         cos_sin = cos_sin_table(arch.rope, max_length).to(self._device)
         self._bytes += cos_sin.nbytes
@@ -172,49 +177,73 @@ class _Builder:
             return self._arch.is_tied
         return "lm_head.weight" not in self._source.names()
 
-    def _layer(self, prefix: str) -> Layer:
-        arch = self._arch
+    def _layer(self, index: int) -> Layer:
+        arch, names = self._arch, FAMILIES[self._arch.family].names
+        prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        q, kv, wide = (
-            arch.num_heads * arch.head_dim,
-            arch.num_kv_heads * arch.head_dim,
-            arch.intermediate_size,
-        )
-        qkv = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
+        q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        wide, hidden = arch.intermediate_size, arch.hidden_size
+        qkv = [attention + name for name in names.qkv]
+        gate_up = [mlp + name for name in names.gate_up]
         has_norm, has_mlp_bias = arch.has_qk_norm, arch.has_mlp_bias
         return Layer(
-            input_norm=self._norm(prefix + "input_layernorm", arch.hidden_size),
-            qkv=self._matrix(qkv, [q, kv, kv], bias=arch.has_qkv_bias),
+            input_norm=self._norm(prefix + names.input_norm, hidden),
+            qkv=self._matrix(
+                qkv, _shared([q, kv, kv], qkv), bias=arch.has_qkv_bias, reorder=self._half_split
+            ),
             q_norm=self._norm(attention + "q_norm", arch.head_dim) if has_norm else None,
             k_norm=self._norm(attention + "k_norm", arch.head_dim) if has_norm else None,
-            output=self._matrix([attention + "o_proj"], [arch.hidden_size], q, bias=arch.has_output_bias),
-            mlp_norm=self._norm(prefix + "post_attention_layernorm", arch.hidden_size),
-            gate_up=self._matrix([mlp + "gate_proj", mlp + "up_proj"], [wide, wide], bias=has_mlp_bias),
-            down=self._matrix([mlp + "down_proj"], [arch.hidden_size], wide, bias=has_mlp_bias),
+            output=self._matrix([attention + "o_proj"], [hidden], q, bias=arch.has_output_bias),
+            mlp_norm=self._norm(prefix + names.mlp_norm, hidden),
+            gate_up=self._matrix(gate_up, _shared([wide, wide], gate_up), bias=has_mlp_bias),
+            down=self._matrix([mlp + "down_proj"], [hidden], wide, bias=has_mlp_bias),
+            attention_post_norm=self._optional_norm(prefix, names.attention_post_norm),
+            mlp_post_norm=self._optional_norm(prefix, names.mlp_post_norm),
+            window=arch.window_of(index),
         )
 
-    def _matrix(
-        self, names: list[str], rows: list[int], columns: int | None = None, *, bias: bool = False
-    ) -> PackedLinear:
-        """Stack the matrices (and biases) of `names` into one and lay it out."""
-        width = columns or self._arch.hidden_size
-        parts = [
-            self._tensor(f"{name}.weight", (count, width), self._dtype)
-            for name, count in zip(names, rows, strict=True)
-        ]
-        if not bias:
-            return self._pack(parts)
-        biases = [
-            self._tensor(f"{name}.bias", (count,), self._dtype)
-            for name, count in zip(names, rows, strict=True)
-        ]
-        return self._pack(parts, torch.cat(biases))
+    def _half_split(self, stacked: torch.Tensor) -> torch.Tensor:
+        """Rows (or biases) of q, k, v [..., ...] so that a rotation pairs x[i] with x[i + R / 2]."""
+        arch = self._arch
+        if not arch.is_rope_interleaved:
+            return stacked
+        turned = (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+        heads = stacked[:turned].reshape(-1, arch.head_dim, *stacked.shape[1:])
+        rotated = heads[:, : arch.rope.rotary_dim]
+        halves = torch.cat((rotated[:, 0::2], rotated[:, 1::2]), 1)
+        heads = torch.cat((halves, heads[:, arch.rope.rotary_dim :]), 1)
+        return torch.cat((heads.flatten(0, 1), stacked[turned:]))
 
-    def _pack(self, parts: list[torch.Tensor], bias: torch.Tensor | None = None) -> PackedLinear:
-        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _matrix(
+        self,
+        names: list[str],
+        rows: list[int],
+        columns: int | None = None,
+        *,
+        bias: bool = False,
+        reorder: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> PackedLinear:
+        """Stack the matrices (and biases) of `names` into one, reorder its rows and lay it out."""
+        width = columns or self._arch.hidden_size
+        weight = self._stack([(f"{n}.weight", (r, width)) for n, r in zip(names, rows, strict=True)])
+        biases = None
+        if bias:
+            biases = self._stack([(f"{n}.bias", (r,)) for n, r in zip(names, rows, strict=True)])
+        if reorder is not None:
+            weight, biases = reorder(weight), None if biases is None else reorder(biases)
+        return self._pack(weight, biases)
+
+    def _stack(self, shapes: list[tuple[str, tuple[int, ...]]]) -> torch.Tensor:
+        parts = [self._tensor(name, shape, self._dtype) for name, shape in shapes]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         packed = pack_linear(weight, bias, rounds_inputs=self._rounds_inputs)
         self._bytes += packed.nbytes
         return packed
+
+    def _optional_norm(self, prefix: str, name: str | None) -> torch.Tensor | None:
+        return None if name is None else self._norm(prefix + name, self._arch.hidden_size)
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
         weight = self._tensor(f"{name}.weight", (size,), self._compute)

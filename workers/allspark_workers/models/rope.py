@@ -1,18 +1,32 @@
 """Rotary position tables: cos and sin of every position, with the context extension already applied.
 
-Sources: rotary embedding, Su et al. 2021; YaRN, Peng et al. 2023 (with its attention factor); the llama3 rule
-is the one published with Llama 3.1. Computed in float32, as the reference implementations do: a more exact
-table would give other logits than the one the model was trained with.
+Sources: rotary embedding, Su et al. 2021; YaRN, Peng et al. 2023 (with its attention factor); LongRoPE, Ding
+et al. 2024; the llama3 rule is the one published with Llama 3.1. Computed in float32, as the reference
+implementations do: a more exact table would give other logits than the one the model was trained with.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from allspark_workers.engine.errors import UnsupportedModelError
 from allspark_workers.models.architecture import ROPE_TYPES, RopeParams
+
+
+def settled(rope: RopeParams, max_length: int) -> RopeParams:
+    """The parameters for requests of up to `max_length` tokens.
+
+    LongRoPE has one set of divisors for the trained context and one beyond it. A sequence that crosses the
+    border would have to be computed anew with the other set, and what is cached for one is worthless for the
+    other; so the longest request decides for the model, once.
+    """
+    if rope.kind != "longrope" or rope.divisors:
+        return rope
+    is_long = max_length > rope.original_max_positions
+    return replace(rope, divisors=rope.long_divisors if is_long else rope.short_divisors)
 
 
 def cos_sin_table(rope: RopeParams, length: int) -> torch.Tensor:
@@ -25,6 +39,8 @@ def cos_sin_table(rope: RopeParams, length: int) -> torch.Tensor:
 def inverse_frequencies(rope: RopeParams) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [rotary_dim / 2] float32 and the factor for cos and sin."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    if rope.kind == "longrope":
+        return _longrope(rope, exponents)
     inverse = 1.0 / (rope.theta**exponents)
     if rope.divisors:
         inverse = inverse / torch.tensor(rope.divisors, dtype=torch.float32)
@@ -38,6 +54,15 @@ def inverse_frequencies(rope: RopeParams) -> tuple[torch.Tensor, float]:
         return _yarn(rope, exponents), _yarn_attention_factor(rope)
     known = ", ".join(ROPE_TYPES)
     raise UnsupportedModelError(f"rope scaling {rope.kind!r} is not supported; known: {known}")
+
+
+def _longrope(rope: RopeParams, exponents: torch.Tensor) -> tuple[torch.Tensor, float]:
+    inverse = 1.0 / (torch.tensor(rope.divisors, dtype=torch.float32) * rope.theta**exponents)
+    scale = rope.attention_factor
+    if scale is None:
+        stretch = math.log(rope.factor) / math.log(rope.original_max_positions) if rope.factor > 1 else 0.0
+        scale = math.sqrt(1.0 + stretch)
+    return inverse, scale
 
 
 def _llama3(rope: RopeParams, inverse: torch.Tensor) -> torch.Tensor:
