@@ -19,6 +19,9 @@ from allspark_workers.ports import EnginePort
 
 log = logging.getLogger(__name__)
 
+APPENDS_PER_S = 200  # streams appended to in a second, beyond which the appends are spaced further
+LONGEST_S = 0.1
+
 
 @dataclass(slots=True)
 class Publication:
@@ -151,6 +154,7 @@ class Publisher:
             while self._due:
                 await self._gather()
                 due, self._due = list(self._due.values()), {}
+                self._space(len(due))
                 if due:  # cancelled meanwhile otherwise
                     await self._append(due)
                 if self._holding and self._backlog <= self._bound // 2:
@@ -164,7 +168,12 @@ class Publisher:
             await self._hurry.wait()
             timer.cancel()
         self._hurry.clear()
-        self._next_append_s = loop.time() + self._interval_s
+
+    def _space(self, num_streams: int) -> None:
+        """Sets when the append after this one is due."""
+        if self._interval_s:
+            pause_s = max(self._interval_s, min(LONGEST_S, num_streams / APPENDS_PER_S))
+            self._next_append_s = asyncio.get_running_loop().time() + pause_s
 
     async def _append(self, due: list[Publication]) -> None:
         appends = [
