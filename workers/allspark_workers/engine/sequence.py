@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from allspark_workers.engine.constraints import Constraints
 from allspark_workers.engine.types import EngineRequest
+
+if TYPE_CHECKING:
+    from allspark_workers.engine.prefix_cache import Trail
 
 MIN_GREEDY_TEMPERATURE = 1e-5
 NO_ROW = -1
@@ -25,6 +30,7 @@ class Sequence:
         "is_held",
         "is_marked",
         "length",
+        "num_cached",
         "num_computed",
         "num_prefilled",
         "num_prompt",
@@ -34,6 +40,7 @@ class Sequence:
         "sampling",
         "spans",
         "tokens",
+        "trail",
         "uses_penalties",
     )
 
@@ -47,6 +54,8 @@ class Sequence:
         self.tokens[self.num_prompt : self.length] = request.generated
         self.num_computed = 0
         self.num_prefilled = 0  # prompt tokens ever computed, for the statistics
+        self.num_cached = 0  # prompt tokens taken from the prefix cache and not counted yet, likewise
+        self.trail: Trail | None = None
         self.spans: list[int] = []
         self.row = NO_ROW
         self.is_held = False
@@ -86,6 +95,11 @@ class Sequence:
         """Prompt tokens computed since the last call and never before: not again after a pre-emption."""
         new = max(0, min(self.num_computed, self.num_prompt) - self.num_prefilled)
         self.num_prefilled += new
+        return new
+
+    def count_cached(self) -> int:
+        """Prompt tokens from the prefix cache since the last call; `count_prefilled` counts them too."""
+        new, self.num_cached = self.num_cached, 0
         return new
 
     def append(self, token: int) -> None:
