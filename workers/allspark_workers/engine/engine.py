@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from allspark_workers.engine.adapters import AdapterPool
 from allspark_workers.engine.admission import check_request
 from allspark_workers.engine.graphs import is_worth_capturing
 from allspark_workers.engine.inbox import Command, Inbox, Verb
@@ -58,6 +59,8 @@ class Engine:
         self._inbox = Inbox()
         self._profiler = Profiler()
         self._counters = Counters()
+        self._adapters = AdapterPool(model, config, self._inbox.wake, clock)
+        self._adapters.preload(config.lora_names)
         self._scheduler = self._new_scheduler()
         self._runner: Runner | None = None
         self._outputs: list[StepOutput] = []
@@ -79,7 +82,7 @@ class Engine:
         self._scheduler = self._new_scheduler()
         self._counters = Counters()
         cache = allocate_kv(self._model, self._layout)
-        runner = Runner(self._model, cache, self._scheduler, self._profiler)
+        runner = Runner(self._model, cache, self._scheduler, self._profiler, self._adapters.table)
         self._warm_up(runner)
         if is_worth_capturing(self._model):
             runner.capture(self._facts.max_length)
@@ -92,6 +95,7 @@ class Engine:
         """
         self._runner = None
         self._inbox.clear()
+        self._adapters.forget_requests()
         self._scheduler = self._new_scheduler()
         self._is_stalled = False
 
@@ -103,7 +107,13 @@ class Engine:
         if self._runner is None:
             raise ValueError(f"request {request.request_id}: the model is not started")
         check_request(request, self._facts.vocab_size, self._model.max_length)
+        if request.lora_name:
+            request.adapter = self._adapters.lease(request.lora_name)
         self._inbox.submit(Sequence(request, next(self._serials)))
+
+    def check_adapter(self, name: str) -> None:
+        """Raise EngineError unless requests may name this adapter, as far as its files' headers tell."""
+        self._adapters.check_files(name)
 
     def cancel(self, request_id: str) -> None:
         """End a request with STOPPED; a token being computed at this moment is dropped."""
@@ -143,6 +153,8 @@ class Engine:
         is_profiled = self.profile_enabled
         self._take_commands()
         self._expire()
+        for seq, error in self._adapters.advance():
+            self._finish(seq, FinishReason.ERROR, message=str(error))
         with self._profiler.measure("alloc", "Schedule", is_profiled):
             plan = self._scheduler.schedule()
         for seq in plan.exhausted:
@@ -160,15 +172,17 @@ class Engine:
     def stat(self) -> EngineStat:
         """A snapshot of the counters."""
         scheduler, layout, counters = self._scheduler, self._layout, self._counters
-        return engine_stat(scheduler, self._inbox, layout, counters, self._model.weight_bytes, self._clock())
+        weight_bytes = self._model.weight_bytes + self._adapters.nbytes
+        return engine_stat(scheduler, self._inbox, layout, counters, weight_bytes, self._clock())
 
     def profile(self, reset: bool = True) -> str:
         """Measured time per operator (layout of GetOpProfilingInfo); empty if nothing was measured."""
         return self._profiler.text(reset)
 
     def check(self) -> None:
-        """Raise unless pages, rows and requests balance; call it while no step is running."""
+        """Raise unless pages, rows, requests and leases balance; call it while no step is running."""
         self._scheduler.check()
+        self._adapters.check(self._scheduler)
 
     def _new_scheduler(self) -> Scheduler:
         layout, config = self._layout, self._config
@@ -186,7 +200,11 @@ class Engine:
         params = GenerationParams(
             max_length=length + _WARM_UP_STEPS, do_sample=True, top_k=20, top_p=0.9, repetition_penalty=1.1
         )
-        seq = Sequence(EngineRequest("warm-up", 0, np.zeros(length, np.int64), params), 0)
+        with self._adapters.warm_up() as adapter:
+            request = EngineRequest("warm-up", 0, np.zeros(length, np.int64), params, adapter=adapter)
+            self._warm_up_with(runner, Sequence(request, 0))
+
+    def _warm_up_with(self, runner: Runner, seq: Sequence) -> None:
         self._scheduler.add(seq)
         for _ in range(_WARM_UP_STEPS):
             rows = self._scheduler.schedule().rows
@@ -211,6 +229,8 @@ class Engine:
         reason = seq.constraints.finish(seq) if seq.num_generated else None
         if reason is not None:
             self._finish(seq, reason)
+        else:
+            self._adapters.begin(seq)
 
     def _obey(self, command: Command) -> None:
         seq = self._scheduler.get(command.request_id)
@@ -288,6 +308,7 @@ class Engine:
     ) -> None:
         """The one place where a request ends."""
         self._scheduler.remove(seq)
+        self._adapters.end(seq)
         self._inbox.ended(seq.request_id, seq.request.epoch)
         where = seq.num_generated if position is None else position
         output = StepOutput(seq.request_id, seq.request.epoch, where, tokens or [], reason, message)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from allspark_kernels import plan_attention
+from allspark_kernels import NO_ADAPTER, LoraTable, plan_attention
 
+from allspark_workers.engine.adapted import AdaptedLinears
 from allspark_workers.engine.batch import RaggedBatch, build_batch
 from allspark_workers.engine.device import check_health, use_device
 from allspark_workers.engine.graphs import DecodeGraphs
@@ -19,7 +20,14 @@ from allspark_workers.models.ops import DIRECT, KernelOps, timed_ops
 class Runner:
     """Holds what is on the device besides weights: KV cache, sampling state, captured decode steps."""
 
-    def __init__(self, model: Model, cache: KVCache, scheduler: Scheduler, profiler: Profiler) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        scheduler: Scheduler,
+        profiler: Profiler,
+        adapters: LoraTable | None = None,
+    ) -> None:
         self._model = model
         self._cache = cache
         self._scheduler = scheduler
@@ -27,6 +35,7 @@ class Runner:
         self._timed = timed_ops(profiler.add, model.device)
         self._sampler = Sampler(model.arch.vocab_size, scheduler.max_batch, model.device)
         self._graphs: DecodeGraphs | None = None
+        self._adapted = AdaptedLinears(model.decoder, adapters) if adapters is not None else None
 
     def capture(self, max_length: int) -> None:
         """Capture decode steps for requests of up to `max_length` tokens."""
@@ -48,7 +57,13 @@ class Runner:
         with self._profiler.measure("reshape", "BuildBatch", is_profiled):
             batch = build_batch(rows, self._scheduler.span_table, self._scheduler.span_size)
         ops = self._timed if is_profiled else DIRECT
-        if self._graphs is not None and not is_profiled and batch.is_decode:
+        leases = [row.sequence.request.adapter for row in rows]
+        if self._adapted is not None and any(leases):
+            # Captured steps know no adapters: a batch with one runs call by call, with the same bits.
+            slots = [NO_ADAPTER if lease is None else lease.slot for lease in leases]
+            ops = self._adapted.ops(ops, slots, batch.q_lens, batch.last)
+            logits = self._forward(ops, batch, is_profiled)
+        elif self._graphs is not None and not is_profiled and batch.is_decode:
             logits = self._graphs.run(batch)
         else:
             logits = self._forward(ops, batch, is_profiled)

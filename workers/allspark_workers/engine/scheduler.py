@@ -195,7 +195,7 @@ class Scheduler:
         for seq in tuple(self.waiting):
             if budget == 0:
                 return
-            if seq.is_held:
+            if seq.is_held or seq.is_waiting_for_adapter:
                 continue
             if not self.fits_empty_pool(seq.length):
                 plan.exhausted.append(seq)

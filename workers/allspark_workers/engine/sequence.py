@@ -91,6 +91,12 @@ class Sequence:
         """Known tokens that still have to pass through the model; the last of them yields the next token."""
         return self.length - self.num_computed
 
+    @property
+    def is_waiting_for_adapter(self) -> bool:
+        """Whether the request's adapter is not in memory yet."""
+        adapter = self.request.adapter
+        return adapter is not None and not adapter.is_in_force
+
     def count_prefilled(self) -> int:
         """Prompt tokens computed since the last call and never before: not again after a pre-emption."""
         new = max(0, min(self.num_computed, self.num_prompt) - self.num_prefilled)

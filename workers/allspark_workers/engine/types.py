@@ -15,6 +15,8 @@ CACHE_MODES: Final = (0, 1, 2)
 DEFAULT_SPAN_TOKENS: Final = 32
 DEFAULT_MAX_BATCH: Final = 32
 DEFAULT_PREFILL_CHUNK: Final = 512
+DEFAULT_LORA_MAX_NUM: Final = 5
+DEFAULT_LORA_MAX_RANK: Final = 64
 
 
 class FinishReason(StrEnum):
@@ -55,12 +57,38 @@ class GenerationParams:
     no_repeat_ngram_size: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class AdapterLease:
+    """A request's hold on its adapter. `slot` is where the adapter lies, negative until it is in memory.
+
+    `digest`: hex, over the adapter's configuration and weights; empty until then. The engine thread's.
+    """
+
+    name: str
+    slot: int = -1
+    digest: str = ""
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether the adapter can be used."""
+        return self.slot >= 0
+
+    def enter_into_force(self, slot: int, digest: str) -> None:
+        """The adapter is in memory and stays there while the lease lasts."""
+        self.slot, self.digest = slot, digest
+
+    def retract(self) -> None:
+        """The lease is over."""
+        self.slot, self.digest = -1, ""
+
+
 @dataclass(slots=True)
 class EngineRequest:
     """A request as one worker runs it.
 
     `generated` holds the tokens that are already in the stream when the request is resumed here: they are
     not emitted again and count as generated. `arrival_s` and `deadline_s` are monotonic-clock seconds.
+    `lora_name`: its adapter, empty for the base model; the engine that takes the request fills in `adapter`.
     """
 
     request_id: str
@@ -71,6 +99,8 @@ class EngineRequest:
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
+    lora_name: str = ""
+    adapter: AdapterLease | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +181,8 @@ class ModelConfig:
     precise as the device has them; any other: products of numbers of that type, with fp32 sums. `max_length`
     0: the model's own. `max_batch` 0: 32. `span_size` tokens, 0: 32. `kv_bytes` 0: a bounded share of free
     memory. `num_threads` 0: as many as the process may use. `prefill_chunk`: prompt tokens computed per step.
+    `lora_names`: adapters to load with the model; `lora_roots`: directories that they and later ones are
+    searched in; at most `lora_max_num` are in memory at a time, of rank `lora_max_rank` or less.
     `cache_mode`: how K and V are stored, 0 in the model's dtype, 1 as int8, 2 as uint4.
     """
 
@@ -164,6 +196,10 @@ class ModelConfig:
     kv_bytes: int = 0
     num_threads: int = 0
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
+    lora_names: tuple[str, ...] = ()
+    lora_roots: tuple[str, ...] = ()
+    lora_max_num: int = DEFAULT_LORA_MAX_NUM
+    lora_max_rank: int = DEFAULT_LORA_MAX_RANK
     cache_mode: int = 0
 
     def __post_init__(self) -> None:
@@ -178,6 +214,8 @@ class ModelConfig:
         for name in ("max_length", "max_batch", "kv_bytes", "num_threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.lora_max_num < 0 or self.lora_max_rank < 1:
+            raise ValueError(f"limits on adapters: number {self.lora_max_num}, rank {self.lora_max_rank}")
         if self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1")
 
