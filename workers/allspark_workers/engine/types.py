@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -29,6 +30,16 @@ class FinishReason(StrEnum):
     CACHE_MEMORY = "cache_memory"
     DEADLINE = "deadline"
     ERROR = "error"
+    PROBED = "probed"
+    INFERRED = "inferred"
+
+
+class Task(StrEnum):
+    """What is wanted of a request: tokens, only its prompt in the KV cache, or one forward pass over it."""
+
+    GENERATE = "generate"
+    PROBE = "probe"
+    INFER = "infer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,10 @@ class GenerationParams:
     `max_length` and `min_length` count prompt and generated tokens together; `max_length` exceeds the
     prompt. `eos_token_id` None: no such token. `do_sample` False or `temperature` below 1e-5: greedy.
     `top_k` 0: whole vocabulary. `top_p` outside (0, 1): off. `seed` is any 64-bit integer.
+
+    `num_return_sequences` sequences are drawn independently; `top_ks`, `top_ps`, `seeds` are empty or have
+    one element for each. `num_beams` > 1: beam search instead, of which that many best hypotheses are
+    returned; `early_stopping` and `length_penalty` then have the meaning they have in transformers.
     """
 
     max_length: int
@@ -55,6 +70,20 @@ class GenerationParams:
     presence_penalty: float = 0.0
     suppress_repetition: bool = False
     no_repeat_ngram_size: int = 0
+    num_return_sequences: int = 1
+    top_ks: tuple[int, ...] = ()
+    top_ps: tuple[float, ...] = ()
+    seeds: tuple[int, ...] = ()
+    num_beams: int = 1
+    length_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingRun:
+    """`values` [rows, hidden] float32 replace the embeddings of prompt tokens `start .. start+rows-1`."""
+
+    start: int
+    values: NDArray[np.float32]
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +118,8 @@ class EngineRequest:
     `generated` holds the tokens that are already in the stream when the request is resumed here: they are
     not emitted again and count as generated. `arrival_s` and `deadline_s` are monotonic-clock seconds.
     `lora_name`: its adapter, empty for the base model; the engine that takes the request fills in `adapter`.
+    `embeddings` are in order and do not overlap; `content_salt` is a hash of what the prompt's KV depends on
+    besides its ids (b"": nothing), so equal ids with different salts must not share KV.
     """
 
     request_id: str
@@ -101,6 +132,9 @@ class EngineRequest:
     deadline_s: float | None = None
     lora_name: str = ""
     adapter: AdapterLease | None = None
+    task: Task = Task.GENERATE
+    embeddings: tuple[EmbeddingRun, ...] = ()
+    content_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +142,8 @@ class StepOutput:
     """New tokens of one request; `position` is the index of `tokens[0]` in the generated sequence.
 
     Every submitted request gets exactly one output whose `finish` is set. `message` says why it ended when
-    the reason alone does not (ERROR, CACHE_MEMORY, DEADLINE).
+    the reason alone does not (ERROR, CACHE_MEMORY, DEADLINE). `tensors`, only with `finish`, are what the
+    request produced besides its tokens: further sequences (int64), scores, states and logits (float32).
     """
 
     request_id: str
@@ -117,6 +152,7 @@ class StepOutput:
     tokens: list[int]
     finish: FinishReason | None = None
     message: str = ""
+    tensors: Mapping[str, NDArray[np.int64] | NDArray[np.float32]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +181,7 @@ class ModelFacts:
     weight_bytes: int
     digest: str
     cache_mode: int = 0
+    hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
