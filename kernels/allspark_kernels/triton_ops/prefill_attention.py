@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kv_format import CacheMode, cache_mode_of
 from ..plan import AttentionPlan
-from .attention_plan import DeviceWork, tile_rows
+from .attention_plan import MIN_DOT_ROWS, DeviceWork, tile_rows
 from .decode_attention import AOT_CACHES, SCORE_TYPES
 from .kv_quant import aot_cache, aot_suffix, cache_constants, load_rows
 from .product import AOT_DTYPES, SUM, product_constants, soft_capped, softmax_factors
@@ -157,7 +158,7 @@ def prefill_kernel(
 
 
 def _config(
-    arch: str, dtype: torch.dtype, head_dim: int, ratio: int, is_adapted: bool
+    arch: str, dtype: torch.dtype, head_dim: int, ratio: int, is_adapted: bool, mode: CacheMode
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Constants and launch options: as many rows and keys a step as registers hold.
 
@@ -170,6 +171,8 @@ def _config(
         block, num_warps = 16 if is_adapted and arch.startswith("gfx") else 32, 8
     if is_float32:
         rows, block, num_warps = 16, 16 if dim_block > 128 else 32, 8
+    if mode != CacheMode.DEFAULT:  # codes pass through registers on their way to the product
+        block = max(MIN_DOT_ROWS, block // 2)
     constants = {
         "RATIO": ratio,
         "DIM": head_dim,
@@ -196,7 +199,10 @@ def prefill_attention(
     work = state.prefill
     assert work is not None
     ratio = plan.num_q_heads // plan.num_kv_heads
-    constants, options = _config(arch_of(q.device), q.dtype, plan.head_dim, ratio, window > 0 or soft_cap > 0)
+    is_adapted = window > 0 or soft_cap > 0
+    constants, options = _config(
+        arch_of(q.device), q.dtype, plan.head_dim, ratio, is_adapted, cache_mode_of(k_cache)
+    )
     exponent_factor, cap_factor = softmax_factors(scale, soft_cap)
     grid = (work.num_tiles, plan.num_kv_heads, tile_rows(ratio) // constants["ROWS"])
     prefill_kernel[grid](
@@ -228,7 +234,7 @@ def variants(arch: str) -> list[Variant]:
     lists = {"tiles_ptr": "*i32", "span_table_ptr": "*i32"}
     sizes = {"q_stride": "i32", "table_stride": "i32", **SCORE_TYPES}
     for mode, dtype, ratio, kv_heads, dim, span_size, is_local in AOT_CACHES:
-        constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio, is_local)
+        constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio, is_local, mode)
         cache, stored = aot_cache(mode, AOT_DTYPES[dtype], dim)
         shape = f"{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size},window={is_local}"
         tensors = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)
