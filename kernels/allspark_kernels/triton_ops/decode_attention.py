@@ -173,7 +173,7 @@ def _config(
         "BLOCK": block,
         **product_constants(arch, dtype),
     }
-    is_deep = not is_float32 and not arch.startswith("gfx")
+    is_deep = not is_float32 and not arch.startswith("gfx") and mode != CacheMode.UINT4
     return constants, {"num_warps": 8 if is_float32 else 4, "num_stages": 3 if is_deep else 2}
 
 
