@@ -20,7 +20,7 @@ def generate(out: Path) -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     common = ["protoc", f"-I{PACKAGE}={HERE}", f"--python_out={out}", f"--mypy_out=quiet:{out}"]
     service = [f"--grpc_python_out={out}", f"--mypy_grpc_out=quiet:{out}"]
-    for name, extra in (("allspark_service.proto", service), ("fleet.proto", [])):
+    for name, extra in (("allspark_service.proto", service), ("dashinfer_v1.proto", []), ("fleet.proto", [])):
         if protoc.main([*common, *extra, f"{PACKAGE}/{name}"]) != 0:
             raise SystemExit(f"protoc failed on {name}")
 

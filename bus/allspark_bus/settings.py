@@ -39,7 +39,10 @@ from allspark_bus.setting_types import Metavar, RedisUrl, Seconds, is_local_addr
 
 ENV_PREFIX = "ALLSPARK_"
 #: Tables that a configuration file may hold: one per command, so that one file can describe a whole fleet.
-CONFIG_TABLES = ("up", "gateway", "broker", "worker", "load", "generate", "status", "bench", "demo")
+CONFIG_TABLES = (
+    *("up", "gateway", "broker", "worker", "load", "generate", "status", "bench", "demo"),
+    "dashinfer-shim",
+)
 
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("_file_values", default=None)
 

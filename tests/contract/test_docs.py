@@ -21,7 +21,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_exist(path: Path) -> None:
-    for command in re.findall(r"^(?:\$ )?allspark ([a-z]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+    for command in re.findall(r"^(?:\$ )?allspark ([a-z-]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
         assert command in COMMANDS, f"{path.name} mentions allspark {command}"
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "demo": _Command("run a fleet, ask the demo model one question, shut down", "up"),
     "generate": _Command("send a prompt and stream the answer", "up"),
     "load": _Command("build and start models on a running fleet", ""),
+    "dashinfer-shim": _Command("let DashInfer 1.x programs run on a fleet", ""),
     "status": _Command("show models, workers and requests", ""),
     "bench": _Command("measure tokens per second and time to first token", "up"),
     "gateway": _Command("one gateway of a fleet", ""),
@@ -68,7 +69,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
     check_environment(all_settings())
     try:
-        module = import_module(f"allspark.cli.{name}")
+        module = import_module(f"allspark.cli.{name.replace('-', '_')}")
         return int(module.run(arguments))
     except ModuleNotFoundError as error:
         known = missing_extra(name, COMMANDS[name].extra, error)

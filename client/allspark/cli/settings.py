@@ -17,7 +17,6 @@ from allspark_bus.setting_types import (
 from allspark_bus.settings import Alias, Positional, Settings
 from pydantic import Field, model_validator
 
-CacheModeName = Literal["default", "int8", "uint4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Natural = Annotated[int, Field(ge=0), Metavar("N")]
 
@@ -67,9 +66,6 @@ class UpSettings(FleetSettings):
     """Longest request of the models started here, in tokens, prompt included; 0: the model's own limit."""
     max_batch: Natural = 0
     """Requests that a worker decodes together; 0: 32."""
-    cache_mode: CacheModeName = "default"
-    """How K and V of the models are kept: default in the model's number format; int8 and uint4 hold about two
-    and four times as many tokens, less exactly."""
     profile: bool = False
     """Measure every operator for GetOpProfilingInfo."""
     allow_remote: bool = False
@@ -97,11 +93,23 @@ class LoadSettings(Settings):
     """Longest request in tokens, prompt included; 0: the model's own limit."""
     max_batch: Natural = 0
     """Requests that a worker decodes together; 0: 32."""
-    cache_mode: CacheModeName = "default"
-    """How K and V of the models are kept: default in the model's number format; int8 and uint4 hold about two
-    and four times as many tokens, less exactly."""
     timeout_s: Seconds = 600.0
     """How long one model may take to load."""
+
+
+class DashinferShimSettings(Settings):
+    """Write a directory for the AS_DAEMON_PATH of DashInfer 1.x programs, which then run on a fleet."""
+
+    command: ClassVar[str] = "dashinfer-shim"
+
+    directory: Annotated[Path, Positional()]
+    """Directory to write; it is made if it does not exist."""
+    grpc: GrpcAddresses = ("127.0.0.1:50051",)
+    """Address of a gateway. Repeat for several; the next one is used when one does not answer."""
+    model: Annotated[StrList, Metavar("NAME=MODEL[@PATH]")] = ()
+    """What the program's name of a model means: a model of the fleet. * as NAME is every other name. With
+    PATH, as the workers see it, the model is built from there if the fleet does not have it. Repeat for
+    several. Default: the fleet's model of the same name."""
 
 
 class SamplingSettings(Settings):
@@ -217,9 +225,6 @@ class BenchSettings(FleetSettings):
     """Length of each random prompt."""
     new_tokens: Annotated[int, Field(ge=2), Metavar("N")] = 128
     """Tokens to generate for each prompt; the end-of-text token is ignored."""
-    cache_mode: CacheModeName = "default"
-    """How K and V of the model are kept: default in the model's number format; int8 and uint4 hold about two
-    and four times as many tokens, less exactly."""
     repeat: Count = 5
     """Measurements of each kind; engine and fleet take turns, and the median is reported."""
     seed: Annotated[int, Metavar("N")] = 0
@@ -239,6 +244,7 @@ def all_settings() -> list[type[Settings]]:
         *processes,
         UpSettings,
         LoadSettings,
+        DashinferShimSettings,
         GenerateSettings,
         StatusSettings,
         DemoSettings,

@@ -12,8 +12,9 @@ from allspark_bus.setting_types import split_host_port
 class FleetOptions:
     """Number and place of the processes.
 
-    ``grpc``: with one gateway it serves all of them; with several gateways either one address each, or one
-    from which they are counted up. ``data_dir`` None: a temporary directory that goes with the fleet.
+    ``grpc``: with one gateway it serves all of them; several gateways take turns, each the same number of
+    addresses, or one address is counted up. ``data_dir`` None: a temporary directory that goes with the
+    fleet.
     ``redis``: use this store instead of an embedded one. ``*_args`` are further flags of each process.
     ``worker_command``: what to run instead of ``allspark worker``; it gets the same flags.
     """
@@ -43,12 +44,12 @@ class FleetOptions:
         """The addresses of each gateway."""
         if self.gateways == 1:
             return [self.grpc]
-        if len(self.grpc) == self.gateways:
-            return [(address,) for address in self.grpc]
-        if len(self.grpc) != 1:
+        if len(self.grpc) == 1:
+            return [(_count_up(self.grpc[0], index),) for index in range(self.gateways)]
+        if not self.grpc or len(self.grpc) % self.gateways:
             given = f"{self.gateways} gateways and {len(self.grpc)} gRPC addresses"
-            raise ValueError(f"{given}: give one address, or one for each gateway")
-        return [(_count_up(self.grpc[0], index),) for index in range(self.gateways)]
+            raise ValueError(f"{given}: give one address, or one for each gateway (or two, ...)")
+        return [self.grpc[index :: self.gateways] for index in range(self.gateways)]
 
     def worker_device(self, index: int) -> str:
         """``cuda`` spreads the workers over the GPUs; anything else is the same for all."""
