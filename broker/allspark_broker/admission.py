@@ -37,14 +37,11 @@ def check_request(request: pb.StartRequestRequest, facts: fleet.ModelFacts) -> N
     prompt = tensors.prompt_ids(request)
     for name, tensor in request.inputs.tensor_map.items():
         tensors.check(name, tensor)
+    _check_memory(len(prompt), facts)
     _check_lengths(len(prompt), request.config.max_length, facts)
     _check_ids("input_ids", prompt, facts.vocab_size)
     _check_words(request.config, facts.vocab_size)
     _check_ranges(request.config, facts.vocab_size)
-    if facts.kv_tokens and len(prompt) + 1 > facts.kv_tokens:
-        raise CacheMemoryOut(
-            f"a prompt of {len(prompt)} tokens can never fit the KV memory of {facts.kv_tokens} tokens"
-        )
 
 
 def _check_supported(request: pb.StartRequestRequest) -> None:
@@ -67,6 +64,14 @@ def _check_supported(request: pb.StartRequestRequest) -> None:
     for name in ("num_beams", "num_return_sequences", "async_token_num", "first_token_num"):
         if getattr(config, name) < 0:
             raise ParamError(f"{name} is {getattr(config, name)}; it must not be negative")
+
+
+def _check_memory(num_prompt: int, facts: fleet.ModelFacts) -> None:
+    """Workers lower their length limit to what their KV memory holds: then memory is the reason."""
+    if facts.kv_tokens and facts.kv_tokens <= facts.max_length and num_prompt + 1 > facts.kv_tokens:
+        raise CacheMemoryOut(
+            f"a prompt of {num_prompt} tokens can never fit the KV memory of {facts.kv_tokens} tokens"
+        )
 
 
 def _check_lengths(num_prompt: int, max_length: int, facts: fleet.ModelFacts) -> None:

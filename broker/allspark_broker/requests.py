@@ -116,7 +116,10 @@ class Requests:
 
     async def _check_model(self, call: pb.StopRequestRequest, rid: str) -> None:
         """model_name is redundant: empty is accepted and filled in, a wrong one is an error."""
-        admission.check_uuid(call.uuid, self._max_uuid_bytes)
+        try:
+            admission.check_uuid(call.uuid, self._max_uuid_bytes)
+        except ParamError as e:
+            raise UnknownRequest(f"no request can have this uuid: {e.reason}") from e
         model = await self._ledger.model_of(rid)
         if model is None:
             return

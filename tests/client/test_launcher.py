@@ -245,6 +245,7 @@ def test_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, ("h:0",), [("h:0",), ("h:0",)]),
         (2, ("unix:/x",), [("unix:/x",), ("unix:/x.1",)]),
         (2, ("h:1", "unix:/x"), [("h:1",), ("unix:/x",)]),
+        (2, ("h:1", "h:2", "unix:/x", "unix:/y"), [("h:1", "unix:/x"), ("h:2", "unix:/y")]),
     ],
 )
 def test_addresses_of_gateways(gateways: int, grpc: tuple[str, ...], expected: list[tuple[str, ...]]) -> None:
@@ -252,7 +253,7 @@ def test_addresses_of_gateways(gateways: int, grpc: tuple[str, ...], expected: l
 
 
 def test_impossible_options() -> None:
-    with pytest.raises(ValueError, match="one for each gateway"):
+    with pytest.raises(ValueError, match="for each gateway"):
         FleetOptions(gateways=3, grpc=("a:1", "a:2"))
     with pytest.raises(ValueError, match="brokers is 0"):
         FleetOptions(brokers=0)

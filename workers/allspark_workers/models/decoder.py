@@ -94,17 +94,7 @@ class Decoder:
     def blocks(
         self, ops: KernelOps, residual: torch.Tensor, step: StepTensors, cache: KVCache
     ) -> torch.Tensor:
-        """From embeddings [T, H] (overwritten) to logits, as `forward`; `step.ids` is not read."""
-        return self.logits(ops, self.hidden(ops, residual, step, cache))
-
-    def logits(self, ops: KernelOps, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] from hidden states [R, H] after the final norm."""
-        return ops.lm_head(hidden, self.lm_head)
-
-    def hidden(
-        self, ops: KernelOps, residual: torch.Tensor, step: StepTensors, cache: KVCache
-    ) -> torch.Tensor:
-        """From embeddings [T, H] (overwritten) to hidden states [R, H] after the final norm.
+        """From embeddings [T, H] (overwritten) to logits, as `forward`; `step.ids` is not read.
 
         While `step.last` is None, every computation is an operation of `ops` and tensors are only viewed in
         between: so the pass can be captured.
@@ -125,7 +115,7 @@ class Decoder:
             if layer.mlp_post_norm is not None:
                 x = ops.rms_norm(x, layer.mlp_post_norm, eps)
             x = add_norm(x, residual, next_norm, eps)
-        return x
+        return ops.lm_head(x, self.lm_head)
 
     def _attend(
         self,

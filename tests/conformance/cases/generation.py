@@ -1,0 +1,408 @@
+"""Section 2.5: every field of GenerateConfig does what it says, against an independent reference."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from allspark.text import load_tokenizer
+from allspark_proto import allspark_service_pb2 as pb
+
+from tests.conformance import oracle
+from tests.conformance.cases.build import adapter_of
+from tests.conformance.server import FINISHED, INTERRUPTED, OK, Server, array_of, request
+from tests.conformance.suite import add, case
+
+C = "GenerateConfig."
+PROMPT = [5, 9, 6, 5, 9, 7, 5]
+NEW = 24
+
+
+def _greedy_row(config: dict[str, Any], differs: bool) -> Callable[[Server], None]:
+    def run(s: Server) -> None:
+        tokens = s.generate(PROMPT, new=NEW, **config)
+        assert len(tokens) == NEW
+        oracle.check_greedy(s.reference_path, PROMPT, tokens, **config)
+        if differs:
+            assert tokens != s.generate(PROMPT, new=NEW), "the setting has an effect on this prompt"
+
+    return run
+
+
+GREEDY: tuple[tuple[str, str, dict[str, Any], bool], ...] = (
+    ("2.5.4", "do_sample false is greedy", {"do_sample": False, "temperature": 5.0, "top_k": 50}, False),
+    ("2.5.4", "temperature zero is greedy", {"do_sample": True, "temperature": 0.0}, False),
+    ("2.5.4", "temperature below zero is greedy", {"do_sample": True, "temperature": -1.0}, False),
+    ("2.5.4", "top_k one is greedy", {"do_sample": True, "temperature": 2.0, "top_k": 1}, False),
+    ("2.5.3", "repetition_penalty over one", {"repetition_penalty": 1.8}, True),
+    ("2.5.3", "repetition_penalty below one", {"repetition_penalty": 0.6}, True),
+    ("2.5.3", "repetition_penalty on generated tokens only",
+     {"repetition_penalty": 1.8, "suppress_repetition_in_generation": True}, True),
+    ("2.5.3", "presence_penalty counts generated tokens only", {"presence_penalty": 2.0}, True),
+    ("2.5.3", "presence_penalty below zero", {"presence_penalty": -2.0}, True),
+    ("2.5.3", "no_repeat_ngram_size one", {"no_repeat_ngram_size": 1}, True),
+    ("2.5.3", "no_repeat_ngram_size two", {"no_repeat_ngram_size": 2, "presence_penalty": -2.0}, True),
+    ("2.5.3", "all penalties together", {"repetition_penalty": 1.3, "presence_penalty": -1.0,
+                                         "no_repeat_ngram_size": 2}, True),
+    ("2.5.1", "num_beams one and zero are greedy", {"num_beams": 1}, False),
+    ("2.5.1", "num_return_sequences one", {"num_return_sequences": 1}, False),
+    ("2.5.1", "length_penalty without beams", {"length_penalty": 2.0}, False),
+    ("2.5.1", "input_len is ignored", {"input_len": 999}, False),
+    ("2.5.1", "loop_context is ignored", {"loop_context": True}, False),
+    ("2.5.1", "async is ignored", {"async": True}, False),
+    ("2.5.1", "vocab_type without vocab", {"vocab_type": pb.VOCAB_TYPE_BPE}, False),
+    ("2.5.1", "seed without do_sample", {"seed": 12345}, False),
+    ("2.5.1", "eos_token_id without early_stopping", {"eos_token_id": 2, "early_stopping": False}, False),
+)  # fmt: skip
+for _spec, _name, _config, _differs in GREEDY:
+    add(_spec, _name, tuple(C + f for f in _config), _greedy_row(_config, _differs))
+
+
+def _drawn_row(config: dict[str, Any]) -> Callable[[Server], None]:
+    def run(s: Server) -> None:
+        plain = s.generate(PROMPT, new=NEW)
+        drawn = [s.generate(PROMPT, new=NEW, do_sample=True, seed=seed, **config) for seed in range(1, 5)]
+        for tokens in drawn:
+            oracle.check_drawn(s.reference_path, PROMPT, tokens, **config)
+        assert any(tokens != plain for tokens in drawn), "something was drawn"
+
+    return run
+
+
+for _name, _config in (
+    ("top_k keeps the k best", {"temperature": 1.0, "top_k": 3}),
+    ("top_p keeps the nucleus", {"temperature": 1.0, "top_p": 0.6}),
+    ("top_k then top_p", {"temperature": 1.0, "top_k": 5, "top_p": 0.7}),
+    ("top_p follows temperature", {"top_p": 0.6, "temperature": 1.5}),
+    ("penalties before selection", {"temperature": 1.0, "top_k": 2, "repetition_penalty": 1.5}),
+):
+    add("2.5.4", _name, (C + "do_sample", C + "seed", *(C + f for f in _config)), _drawn_row(_config))
+
+
+@case("2.5.4", C + "seed", C + "do_sample", C + "temperature")
+def a_seed_decides_the_tokens(s: Server) -> None:
+    def draw(seed: int) -> list[int]:
+        return s.generate(PROMPT, new=NEW, do_sample=True, temperature=1.5, seed=seed)
+
+    seeds = (0, 1, 2**31, -1, 2**62)
+    drawn = [draw(seed) for seed in seeds]
+    assert [draw(seed) for seed in seeds] == drawn
+    assert len({tuple(tokens) for tokens in drawn}) == len(seeds)
+
+
+@case("2.5.4", C + "temperature", C + "do_sample")
+def a_low_temperature_is_nearly_greedy_and_a_high_one_is_not(s: Server) -> None:
+    plain = s.generate(PROMPT, new=NEW)
+    assert s.generate(PROMPT, new=NEW, do_sample=True, temperature=1e-4, seed=1) == plain
+    hot = s.generate(PROMPT, new=NEW, do_sample=True, temperature=50.0, seed=1)
+    assert sum(a == b for a, b in zip(hot, plain, strict=True)) < NEW // 2
+
+
+@case("2.5.1", C + "top_k")
+def top_k_larger_than_the_vocabulary_is_the_vocabulary(s: Server) -> None:
+    config = {"new": NEW, "do_sample": True, "temperature": 1.0, "seed": 3}
+    assert s.generate(PROMPT, top_k=0, **config) == s.generate(PROMPT, top_k=1 << 30, **config)
+
+
+@case("2.5.1", C + "top_p")
+def top_p_zero_and_one_are_off(s: Server) -> None:
+    config = {"new": NEW, "do_sample": True, "temperature": 1.0, "seed": 3}
+    assert s.generate(PROMPT, top_p=0.0, **config) == s.generate(PROMPT, top_p=1.0, **config)
+
+
+@case("2.5.3", C + "bad_words_ids", "BadWordIds.ids", "BadWordIds.Array.word")
+def bad_words_are_never_completed(s: Server) -> None:
+    plain = s.generate(PROMPT, new=NEW)
+    words = [[plain[0]], plain[2:4], [PROMPT[-1], plain[1]], []]
+    tokens = s.generate(PROMPT, new=NEW, bad_words_ids=words)
+    oracle.check_greedy(s.reference_path, PROMPT, tokens, bad_words_ids=[w for w in words if w])
+    assert plain[0] not in tokens
+
+
+@case("2.5.3", C + "min_length", C + "eos_token_id", C + "early_stopping")
+def min_length_forbids_eos_and_counts_the_prompt(s: Server) -> None:
+    plain = s.generate(PROMPT, new=NEW)
+    config = {"eos_token_id": plain[1], "early_stopping": True, "min_length": len(PROMPT) + 8}
+    tokens = s.generate(PROMPT, new=NEW, **config)
+    assert plain[1] not in tokens[:8]
+    oracle.check_greedy(s.reference_path, PROMPT, tokens, **config)
+    assert s.generate(PROMPT, new=NEW, **(config | {"min_length": -5})) == plain[:2]
+
+
+@case("2.5.6", C + "eos_token_id", C + "early_stopping")
+def early_stopping_ends_at_eos_and_delivers_it(s: Server) -> None:
+    plain = s.generate(PROMPT, new=NEW)
+    end = plain.index(plain[5]) + 1
+    assert s.generate(PROMPT, new=NEW, eos_token_id=plain[5], early_stopping=True) == plain[:end]
+    assert s.generate(PROMPT, new=NEW, eos_token_id=plain[5], early_stopping=False) == plain
+    assert s.generate(PROMPT, new=NEW, eos_token_id=-1, early_stopping=True) == plain
+
+
+@case("2.5.6", C + "stop_words_ids", "StopWordIds.ids", "StopWordIds.Array.word")
+def stop_words_end_the_request_and_are_delivered(s: Server) -> None:
+    plain = s.generate(PROMPT, new=NEW)
+    pair = plain[3:5]
+    end = next(i + 2 for i in range(NEW) if plain[i : i + 2] == pair)
+    live = s.start(PROMPT, new=NEW, stop_words_ids=[[], pair, [1, 1, 1]])
+    assert live.sync() == OK
+    assert live.finish_reason() == "stop_words"
+    assert live.take_all() == plain[:end]
+
+
+@case("2.5.6", C + "stop_words_ids")
+def stop_words_may_reach_into_the_prompt(s: Server) -> None:
+    plain = s.generate(PROMPT, new=NEW)
+    assert s.generate(PROMPT, new=NEW, stop_words_ids=[[*PROMPT[-2:], plain[0]]]) == plain[:1]
+    assert s.generate(PROMPT, new=NEW, stop_words_ids=[PROMPT[-2:]]) == plain, "not in the prompt alone"
+
+
+@case("2.5.6", C + "max_length", C + "eos_token_id")
+def max_length_comes_before_eos(s: Server) -> None:
+    plain = s.generate(PROMPT, new=NEW)
+    new = plain.index(plain[5]) + 1
+    live = s.start(PROMPT, new=new, eos_token_id=plain[5], early_stopping=True)
+    assert live.sync() == OK
+    assert live.finish_reason() == "length"
+    assert live.take_all() == plain[:new]
+
+
+def _chunks(live: Any) -> list[int]:
+    sizes = []
+    while n := len(live.get().ids_from_generate):
+        sizes.append(n)
+    assert live.release() == OK
+    return sizes
+
+
+@case("D", C + "async_token_num", C + "first_token_num", "GeneratedElements.ids_from_generate")
+def tokens_are_published_in_batches(s: Server) -> None:
+    sizes = _chunks(s.start(PROMPT, new=64, first_token_num=5, async_token_num=20))
+    assert sizes[0] >= 5 and sum(sizes) == 64
+    assert all(n >= 20 for n in sizes[1:-1])
+
+
+@case("D", C + "async_token_num", C + "first_token_num")
+def fewer_tokens_than_a_batch_are_flushed_at_the_end(s: Server) -> None:
+    assert _chunks(s.start(PROMPT, new=7, first_token_num=100, async_token_num=100)) == [7]
+
+
+BEAMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("num_beams 2", {"num_beams": 2}),
+    ("num_beams 4", {"num_beams": 4}),
+    ("num_beams 8", {"num_beams": 8}),
+    ("length_penalty below zero", {"num_beams": 4, "length_penalty": -1.0}),
+    ("length_penalty of two", {"num_beams": 4, "length_penalty": 2.0}),
+)
+
+
+def _beam_row(config: dict[str, Any], early: bool) -> Callable[[Server], None]:
+    def run(s: Server) -> None:
+        eos = s.generate(PROMPT, new=4)[2]
+        options = {"length_penalty": 1.0} | config
+        expected, scores = oracle.beams(
+            s.reference_path, PROMPT, max_new_tokens=NEW, eos_token_id=eos, early_stopping=early,
+            num_return_sequences=2, **options,
+        )  # fmt: skip
+        live = s.start(
+            PROMPT, new=NEW, eos_token_id=eos, early_stopping=early, num_return_sequences=2, **options
+        )
+        sequences, found = _sequences(live, 2)
+        assert found == pytest.approx(scores, abs=1e-3)
+        assert sequences == [_until(tokens, eos) for tokens in expected]
+        assert live.release() == OK
+
+    return run
+
+
+def _until(tokens: Sequence[int], eos: int) -> list[int]:
+    return list(tokens[: tokens.index(eos) + 1]) if eos in tokens else list(tokens)
+
+
+def _sequences(live: Any, count: int) -> tuple[list[list[int]], list[float]]:
+    """All sequences of a request, and the scores of its beams."""
+    element = live.elements()
+    tensors = element.tensors_from_model_inference.tensor_map
+    found = [list(element.ids_from_generate)]
+    found += [array_of(tensors[f"sequence_{i}"]).reshape(-1).tolist() for i in range(1, count)]
+    assert all(tensors[f"sequence_{i}"].data_type == pb.INT64 for i in range(1, count))
+    assert live.status() == FINISHED
+    scores = array_of(tensors["sequence_scores"]).reshape(-1).tolist() if "sequence_scores" in tensors else []
+    return found, scores
+
+
+for _name, _config in BEAMS:
+    for _early in (False, True):
+        add("D", f"{_name} early_stopping {_early}",
+            (C + "early_stopping", C + "num_return_sequences", *(C + f for f in _config)),
+            _beam_row(_config, _early), waits_for="seqs")  # fmt: skip
+
+
+@case("D", C + "num_return_sequences", C + "seed", waits_for="seqs")
+def n_sampled_sequences(s: Server) -> None:
+    live = s.start(PROMPT, new=NEW, do_sample=True, temperature=1.5, seed=11, num_return_sequences=3)
+    sequences, scores = _sequences(live, 3)
+    assert scores == []
+    assert [len(tokens) for tokens in sequences] == [NEW] * 3
+    assert len({tuple(tokens) for tokens in sequences}) == 3
+    assert live.release() == OK
+    again = s.start(PROMPT, new=NEW, do_sample=True, temperature=1.5, seed=11, num_return_sequences=3)
+    assert _sequences(again, 3)[0] == sequences
+    assert again.release() == OK
+
+
+@case("D", C + "top_k_arr", C + "num_return_sequences", waits_for="seqs")
+def top_k_arr_overrides_top_k_for_each_sequence(s: Server) -> None:
+    live = s.start(
+        PROMPT, new=NEW, do_sample=True, temperature=1.5, seed=5, num_return_sequences=3, top_k_arr=[1, 0, 1]
+    )
+    sequences, _ = _sequences(live, 3)
+    plain = s.generate(PROMPT, new=NEW)
+    assert [tokens == plain for tokens in sequences] == [True, False, True]
+    assert live.release() == OK
+
+
+@case("D", C + "top_p_arr", C + "num_return_sequences", waits_for="seqs")
+def top_p_arr_overrides_top_p_for_each_sequence(s: Server) -> None:
+    live = s.start(
+        PROMPT,
+        new=NEW,
+        do_sample=True,
+        temperature=1.5,
+        seed=5,
+        num_return_sequences=2,
+        top_p_arr=[1e-6, 0.9],
+    )
+    sequences, _ = _sequences(live, 2)
+    assert sequences[0] == s.generate(PROMPT, new=NEW)
+    oracle.check_drawn(s.reference_path, PROMPT, sequences[1], temperature=1.5, top_p=0.9)
+    assert live.release() == OK
+
+
+@case("D", C + "seed_arr", C + "num_return_sequences", waits_for="seqs")
+def seed_arr_overrides_seed_for_each_sequence(s: Server) -> None:
+    live = s.start(
+        PROMPT, new=NEW, do_sample=True, temperature=1.5, num_return_sequences=3, seed_arr=[21, 22, 21]
+    )
+    sequences, _ = _sequences(live, 3)
+    assert sequences[0] == s.generate(PROMPT, new=NEW, do_sample=True, temperature=1.5, seed=21)
+    assert sequences[0] != sequences[1]
+    assert live.release() == OK
+
+
+@case("D", C + "top_k_arr", C + "top_p_arr", C + "seed_arr", waits_for="seqs")
+def arrays_of_one_element_are_for_the_one_sequence(s: Server) -> None:
+    arrays = {"top_k_arr": [4], "top_p_arr": [0.8], "seed_arr": [9]}
+    plain = s.generate(PROMPT, new=NEW, do_sample=True, temperature=1.0, top_k=4, top_p=0.8, seed=9)
+    assert s.generate(PROMPT, new=NEW, do_sample=True, temperature=1.0, top_k=1, seed=1, **arrays) == plain
+
+
+@case("D", C + "probe_only", waits_for="seqs")
+def probe_only_finishes_without_tokens(s: Server) -> None:
+    live = s.start(PROMPT, probe_only=True)
+    assert live.sync() == OK
+    assert (live.status(), live.length(), live.drain()) == (FINISHED, 0, [])
+    assert live.release() == OK
+
+
+@case("D", C + "lora_name", waits_for="lora")
+def an_adapter_is_loaded_at_first_use_and_mixes_with_the_base(s: Server) -> None:
+    adapter = adapter_of(s)
+    with s.model() as name:
+        mixed = [s.start(PROMPT, model=name, new=NEW, lora_name=adapter if i % 2 else "") for i in range(6)]
+        results = [live.take_all() for live in mixed]
+    assert results[0::2] == [s.generate(PROMPT, new=NEW)] * 3
+    oracle.check_greedy(f"{s.reference_path}-merged", PROMPT, results[1])
+    assert results[1::2] == [results[1]] * 3 and results[1] != results[0]
+
+
+@case("1.5 #17", C + "lora_name", waits_for="lora")
+def a_stopped_request_lets_its_adapter_go(s: Server) -> None:
+    with s.model(lora_names=[adapter_of(s)]) as name:
+        live = s.start(PROMPT, model=name, max_length=0, lora_name=adapter_of(s))
+        assert (live.stop(), live.release()) == (OK, OK)
+        assert s.status("ReleaseModel", name) == OK
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yz"]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+GUIDED = {"type": "json_object", "json_schema": json.dumps(SCHEMA)}
+
+
+def _guided(s: Server, response_format: dict[str, str], **config: Any) -> list[int]:
+    eos = oracle.reference(s.reference_path).config.eos_token_id
+    live = s.start(PROMPT, new=200, eos_token_id=eos, early_stopping=True, response_format=response_format,
+                   **config)  # fmt: skip
+    tokens = live.take_all()
+    return tokens[:-1] if tokens[-1] == eos else tokens
+
+
+def _check_json(text: str) -> None:
+    value = json.loads(text)
+    assert set(value) == {"a", "b"} and value["a"] in ("x", "yz") and isinstance(value["b"], bool)
+
+
+@case("2.5.7", C + "response_format", waits_for="guided")
+def json_schema_is_obeyed(s: Server) -> None:
+    decode = load_tokenizer(Path(s.reference_path)).decode
+    for sampling in ({}, {"do_sample": True, "temperature": 2.0, "seed": 3}):
+        _check_json(decode(_guided(s, GUIDED, **sampling)))
+    _check_json(decode(_guided(s, GUIDED | {"type": "json_schema"})))
+
+
+@case("2.5.7", C + "response_format", waits_for="guided")
+def any_other_type_is_off(s: Server) -> None:
+    plain = s.generate(PROMPT, new=NEW)
+    for response_format in ({}, {"type": "text"}, {"json_schema": GUIDED["json_schema"]}):
+        assert s.generate(PROMPT, new=NEW, response_format=response_format) == plain
+
+
+@case("2.5.7", C + "vocab", C + "vocab_type", C + "response_format", waits_for="guided")
+def the_vocabulary_of_a_request_is_its_own(s: Server) -> None:
+    """Two vocabularies in one process, one of them with all ids turned round; both obey (1.5 #16)."""
+    tokens = [chr(c) for c in range(0x20, 0x7F)]
+    for shift in (0, 7):
+        ids = {token: 3 + (i + shift) % len(tokens) for i, token in enumerate(tokens)}
+        text = {i: token for token, i in ids.items()}
+        vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | ids
+        vocab = {token.replace(" ", "\u2581"): i for token, i in vocab.items()}
+        found = _guided(s, GUIDED, vocab=vocab, vocab_type=pb.VOCAB_TYPE_SPM)
+        _check_json("".join(text[i] for i in found))
+
+
+@case("2.5.7", C + "response_format", "GenerateRequestStatus.status", waits_for="guided")
+def a_dead_end_interrupts_that_request_alone(s: Server) -> None:
+    """A vocabulary without a brace can never begin an object."""
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {c: 3 + i for i, c in enumerate("abcdefgh")}
+    live = s.start(PROMPT, response_format={"type": "json_object"}, vocab=vocab, eos_token_id=2)
+    assert live.sync() == OK
+    assert live.status() == INTERRUPTED
+    assert live.release() == OK
+    assert s.generate(PROMPT) == s.generate(PROMPT)
+
+
+@case("2.5.8", C + "eos_token_id", C + "stop_words_ids", C + "do_sample", C + "top_k")
+def what_upstreams_Python_client_sends(s: Server) -> None:
+    plain = s.generate(PROMPT, new=NEW)
+    eos = plain[6]
+    tokens = s.generate(
+        PROMPT, max_length=256, do_sample=True, early_stopping=True, top_k=1, top_p=1.0, temperature=1.0,
+        repetition_penalty=1.0, length_penalty=1.0, eos_token_id=eos, stop_words_ids=[[eos], [1]],
+        num_beams=1, num_return_sequences=1, seed=77,
+    )  # fmt: skip
+    assert tokens == plain[: plain.index(eos) + 1]
+
+
+@case("9 #11", *(C + f for f in ("repetition_penalty", "max_length", "top_k", "top_p", "temperature",
+                                 "early_stopping", "num_beams")))  # fmt: skip
+def wire_zeros(s: Server) -> None:
+    with s.model(engine_max_length=40) as name:
+        message = request(name, PROMPT)
+        message.config.CopyFrom(pb.GenerateConfig(uuid=message.config.uuid, do_sample=True))
+        tokens = s.submit(message).take_all()
+        assert len(tokens) == 40 - len(PROMPT), "eos 0 is not obeyed without early_stopping"
+        oracle.check_greedy(s.reference_path, PROMPT, tokens)
