@@ -7,6 +7,7 @@ from allspark_bus.errors import FileError, ParamError
 from allspark_proto import allspark_service_pb2 as pb
 
 SPAN_SIZES = (0, 16, 32, 64, 128)
+CACHE_MODES = (0, 1, 2)
 PRECISIONS = ("", "highest", "high", "medium", "medium_bf16", "medium_fp16")
 MAX_NAME_BYTES = 128
 _COMPUTE_UNIT = re.compile(r"(CPU|CUDA):(\d+(?:,\d+)*)\Z")
@@ -36,8 +37,8 @@ def check_config(config: pb.ModelStructConfig) -> None:
         )
     if config.lora_names.names:
         raise ParamError("lora_names is not supported by this version; leave it out")
-    if config.cache_mode != pb.AsCacheDefault:
-        raise ParamError(f"cache_mode {config.cache_mode} is not supported by this version; use 0")
+    if config.cache_mode not in CACHE_MODES:
+        raise ParamError(f"cache_mode is {config.cache_mode}, legal are 0, 1 (int8), 2 (uint4)")
     if config.prefix_cache_ttl < 0:
         raise ParamError(f"prefix_cache_ttl is {config.prefix_cache_ttl}; it must not be negative")
 

@@ -157,9 +157,10 @@ def _work(names: Sequence[str], match: str, is_brief: bool) -> Iterator[tuple[in
     for name in names:
         done = set()
         for index, variant in enumerate(_variants(name)):
-            if match not in variant.name or (is_brief and variant.kernel in done):
+            kernel = variant.name.partition("[")[0]
+            if match not in variant.name or (is_brief and kernel in done):
                 continue
-            done.add(variant.kernel)
+            done.add(kernel)
             yield index, TARGETS[name]
 
 

@@ -115,9 +115,12 @@ def request(
     name: str, prompt: list[int], new_tokens: int = 8, *, epoch: int = 1, **fields: Any
 ) -> EngineRequest:
     """A request; fields of GenerationParams and of EngineRequest may be mixed."""
-    own = {k: fields.pop(k) for k in ("generated", "priority", "arrival_s", "deadline_s") if k in fields}
+    own = {k: fields.pop(k) for k in _OWN if k in fields}
     fields.setdefault("max_length", len(prompt) + new_tokens)
     return EngineRequest(name, epoch, np.asarray(prompt, np.int64), GenerationParams(**fields), **own)
+
+
+_OWN = ("generated", "priority", "arrival_s", "deadline_s", "lora_name")
 
 
 class Collected:

@@ -91,7 +91,8 @@ BAD_BUILDS = [
     ({"engine_max_length": 2}, PARAM, "engine_max_length"),
     ({"engine_max_batch": -1}, PARAM, "engine_max_batch"),
     ({"cache_span_size": 17}, PARAM, "cache_span_size"),
-    ({"cache_mode": 1}, PARAM, "cache_mode"),
+    ({"cache_mode": 3}, PARAM, "cache_mode is 3, legal are 0, 1 (int8), 2 (uint4)"),
+    ({"cache_mode": -1}, PARAM, "cache_mode is -1"),
     ({"lora_names": {"names": ["a"]}}, PARAM, "lora_names"),
 ]
 

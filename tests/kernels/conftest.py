@@ -51,7 +51,7 @@ def sampling_place(request: pytest.FixtureRequest) -> Iterator[Place]:
     yield from enter(request.param)
 
 
-@pytest.fixture(params=[TORCH], ids=lambda place: place.name)
+@pytest.fixture(params=[TORCH, INTERPRETER, NATIVE, CUDA], ids=lambda place: place.name)
 def cache_place(request: pytest.FixtureRequest) -> Iterator[Place]:
     """Every implementation of the KV cache; on the CPU all of them take float32 activations."""
     yield from enter(request.param)

@@ -28,7 +28,15 @@ def run(
     plan = kernels.plan_attention(
         q_lens, kv_lens, spans, exact.span_size, exact.q.device, *heads, decode_lens
     )
-    return kernels.paged_attention(exact.q[rows], step.k_cache, step.v_cache, plan, exact.scale)
+    return kernels.paged_attention(
+        exact.q[rows],
+        step.k_cache,
+        step.v_cache,
+        plan,
+        exact.scale,
+        window=exact.window,
+        soft_cap=exact.soft_cap,
+    )
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: m.name)
@@ -49,6 +57,14 @@ def test_span_sizes(cache_place: Place, poisoned: None, mode: CacheMode, span_si
     step = make_quantised_step(
         mode, [1, 20, 1], [17, 130, 257], (4, 2, 32), span_size, F32, cache_place.device, span_size
     )
+    assert_close(run(step), step.read.expected(), F32, size=8.0)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda m: m.name)
+def test_window_and_soft_cap(cache_place: Place, poisoned: None, mode: CacheMode) -> None:
+    step = make_quantised_step(mode, [1, 20, 1], [70, 90, 130], (4, 2, 32), 16, F32, cache_place.device, 3)
+    for dense in (step.exact, step.read):
+        dense.window, dense.soft_cap = 37, 2.0
     assert_close(run(step), step.read.expected(), F32, size=8.0)
 
 

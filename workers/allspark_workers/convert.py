@@ -20,7 +20,16 @@ from allspark_workers.engine.types import (
 from allspark_workers.paths import confine
 from allspark_workers.settings import WorkerSettings
 
-_FINISHED = frozenset({FinishReason.EOS, FinishReason.LENGTH, FinishReason.STOP_WORDS, FinishReason.STOPPED})
+_FINISHED = frozenset(
+    {
+        FinishReason.EOS,
+        FinishReason.LENGTH,
+        FinishReason.STOP_WORDS,
+        FinishReason.STOPPED,
+        FinishReason.PROBED,
+        FinishReason.INFERRED,
+    }
+)
 _DTYPE_OF_PRECISION = {"medium": "bf16", "medium_bf16": "bf16", "medium_fp16": "fp16"}
 
 

@@ -6,6 +6,8 @@ from . import library
 from .weights import DTYPE_CODES
 
 MAX_HEAD_DIM = 512
+# Of kv_quant.h: quantised rows.
+CACHE_CODES = {**DTYPE_CODES, torch.int8: 16, torch.uint8: 17}
 
 
 def _need_float32(*tensors: torch.Tensor) -> None:
@@ -55,7 +57,7 @@ def rotary_kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    """Rotate q [T, Hq, D] in place, write rotated k and v to the caches, rounded to nearest even.
+    """Rotate q [T, Hq, D] in place, write rotated k and v to the caches, rounded to even or quantised.
 
     Raises ValueError, with nothing written, if a position or slot lies outside its table.
     """
@@ -93,8 +95,10 @@ def rotary_kv_write(
 
 
 def cache_code(k_cache: torch.Tensor, v_cache: torch.Tensor) -> int:
-    """The library's number for the caches' dtype; raises ValueError if they differ or are no floats."""
-    code = DTYPE_CODES.get(k_cache.dtype)
+    """The library's number for how the caches store rows; raises ValueError if they differ or it has none."""
+    code = CACHE_CODES.get(k_cache.dtype)
     if code is None or v_cache.dtype is not k_cache.dtype:
-        raise ValueError(f"caches must be of one float dtype, not {k_cache.dtype} and {v_cache.dtype}")
+        raise ValueError(
+            f"caches must be of one dtype of a KV format, not {k_cache.dtype} and {v_cache.dtype}"
+        )
     return code

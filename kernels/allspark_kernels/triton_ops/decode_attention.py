@@ -13,8 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kv_format import CacheMode, cache_mode_of
 from ..plan import AttentionPlan
 from .attention_plan import MIN_DOT_ROWS, SPLIT_KEYS, DecodeWork, DeviceWork
+from .kv_quant import aot_cache, aot_suffix, cache_constants, load_rows
 from .product import AOT_DTYPES, SUM, product_constants, soft_capped, softmax_factors
 from .variant import Variant, arch_of, next_power_of_2
 
@@ -53,6 +55,8 @@ def decode_split_kernel(
     PRECISION: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    MODE: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
     dims = tl.arange(0, DIM_BLOCK)
@@ -83,10 +87,10 @@ def decode_split_kernel(
             position = block + keys
             is_key = position < end
             span = tl.load(table + position // SPAN_SIZE, mask=is_key, other=0).to(tl.int64)
-            cached = ((span * NUM_KV_HEADS + kv_head) * SPAN_SIZE + position % SPAN_SIZE) * DIM
-            mask = is_key[:, None] & is_dim[None, :]
-            k = tl.load(k_cache_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(OPERAND)
-            v = tl.load(v_cache_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(OPERAND)
+            cached = (span * NUM_KV_HEADS + kv_head) * (SPAN_SIZE * ROW_WIDTH)
+            offset = position % SPAN_SIZE
+            k = load_rows(k_cache_ptr, cached, offset, is_key, DIM, DIM_BLOCK, SPAN_SIZE, OPERAND, MODE)
+            v = load_rows(v_cache_ptr, cached, offset, is_key, DIM, DIM_BLOCK, SPAN_SIZE, OPERAND, MODE)
             scores = tl.dot(q, tl.trans(k), zero, input_precision=PRECISION).to(tl.float32)
             if HAS_CAP:
                 scores = soft_capped(scores, cap_factor, soft_cap)
@@ -151,22 +155,25 @@ def decode_merge_kernel(
 
 
 def _config(
-    arch: str, dtype: torch.dtype, head_dim: int, ratio: int
+    arch: str, dtype: torch.dtype, head_dim: int, ratio: int, mode: CacheMode
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Constants and launch options of the split kernel: as many keys a step as registers hold."""
     is_float32 = dtype == torch.float32
     dim_block = max(16, next_power_of_2(head_dim))
     block = BLOCK_KEYS // 2 if is_float32 else BLOCK_KEYS
+    block = block // 2 if dim_block > 128 else block
+    if mode != CacheMode.DEFAULT:  # codes pass through registers on their way to the product
+        block = max(MIN_DOT_ROWS, block // 2)
     constants = {
         "RATIO": ratio,
         "RATIO_BLOCK": max(MIN_DOT_ROWS, next_power_of_2(ratio)),
         "DIM": head_dim,
         "DIM_BLOCK": dim_block,
         "SPLIT": SPLIT_KEYS,
-        "BLOCK": block // 2 if dim_block > 128 else block,
+        "BLOCK": block,
         **product_constants(arch, dtype),
     }
-    is_deep = not is_float32 and not arch.startswith("gfx")
+    is_deep = not is_float32 and not arch.startswith("gfx") and mode != CacheMode.UINT4
     return constants, {"num_warps": 8 if is_float32 else 4, "num_stages": 3 if is_deep else 2}
 
 
@@ -185,7 +192,7 @@ def decode_attention(
     work = state.decode
     assert work is not None
     ratio = plan.num_q_heads // plan.num_kv_heads
-    constants, options = _config(arch_of(q.device), q.dtype, plan.head_dim, ratio)
+    constants, options = _config(arch_of(q.device), q.dtype, plan.head_dim, ratio, cache_mode_of(k_cache))
     exponent_factor, cap_factor = softmax_factors(scale, soft_cap)
     if work.num_programs:
         decode_split_kernel[(work.num_programs, plan.num_kv_heads)](
@@ -209,6 +216,7 @@ def decode_attention(
             SPAN_SIZE=plan.span_size,
             HAS_WINDOW=window > 0,
             HAS_CAP=soft_cap > 0,
+            **cache_constants(k_cache),
             **constants,
             **options,
         )
@@ -244,6 +252,11 @@ AOT_SHAPES = (
     ("bf16", 2, 4, 256, 32, True),
 )
 SCORE_TYPES = {"scale": "fp32", "window": "i32", "cap_factor": "fp32", "soft_cap": "fp32"}
+# The plain cache in every shape, the quantised ones in those that differ. Not among them: float32 heads of
+# 256, where the quantised kernels spill up to 250 bytes on NVIDIA (their blocks cannot be smaller).
+AOT_CACHES = tuple((CacheMode.DEFAULT, *shape) for shape in AOT_SHAPES) + tuple(
+    (mode, *AOT_SHAPES[index]) for mode in (CacheMode.INT8, CacheMode.UINT4) for index in (0, 2, 3, 4, 6, 8)
+)
 WORK_TYPES = {"rows_ptr": "*i32", "sums_ptr": "*fp32", "tops_ptr": "*fp32", "totals_ptr": "*fp32"}
 
 
@@ -252,16 +265,19 @@ def variants(arch: str) -> list[Variant]:
     found = []
     lists = {"items_ptr": "*i32", "counts_ptr": "*i32", "span_table_ptr": "*i32"}
     sizes = {"q_stride": "i32", "table_stride": "i32", **SCORE_TYPES}
-    for dtype, ratio, kv_heads, dim, span_size, is_local in AOT_SHAPES:
-        constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio)
-        tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}")
+    for mode, dtype, ratio, kv_heads, dim, span_size, is_local in AOT_CACHES:
+        constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio, mode)
+        cache, stored = aot_cache(mode, AOT_DTYPES[dtype], dim)
+        shape = f"{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size},window={is_local}"
+        tensors = {"q_ptr": f"*{dtype}", "k_cache_ptr": cache, "v_cache_ptr": cache}
         found.append(
             Variant(
-                name=f"decode_split[{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size},window={is_local}]",
+                name=f"decode_split{aot_suffix(mode)}[{shape}]",
                 kernel=decode_split_kernel,
                 types={**tensors, **WORK_TYPES, **lists, **sizes},
                 constants={
                     **constants,
+                    **stored,
                     "NUM_KV_HEADS": kv_heads,
                     "SPAN_SIZE": span_size,
                     "HAS_WINDOW": is_local,

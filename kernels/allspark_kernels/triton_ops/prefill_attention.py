@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kv_format import CacheMode, cache_mode_of
 from ..plan import AttentionPlan
-from .attention_plan import DeviceWork, tile_rows
-from .decode_attention import AOT_SHAPES, SCORE_TYPES
+from .attention_plan import MIN_DOT_ROWS, DeviceWork, tile_rows
+from .decode_attention import AOT_CACHES, SCORE_TYPES
+from .kv_quant import aot_cache, aot_suffix, cache_constants, load_rows
 from .product import AOT_DTYPES, SUM, product_constants, soft_capped, softmax_factors
 from .variant import Variant, arch_of, next_power_of_2
 
@@ -44,22 +46,21 @@ def _attend(
     BLOCK: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    MODE: tl.constexpr,
     IS_MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
     """Online softmax over the keys [begin, end). Products and sums are the same with and without mask."""
     keys = tl.arange(0, BLOCK)
-    dims = tl.arange(0, DIM_BLOCK)
     zero = tl.zeros((ROWS, BLOCK), SUM)
     for block in range(begin, end, BLOCK):
         position = block + keys
         is_key = position < num_keys
         span = tl.load(table + position // SPAN_SIZE, mask=is_key, other=0).to(tl.int64)
-        cached = span * span_stride + (position % SPAN_SIZE) * DIM
-        mask = is_key[:, None] & (dims < DIM)[None, :]
-        k = tl.load(k_head_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(OPERAND)
-        v = tl.load(v_head_ptr + cached[:, None] + dims[None, :], mask=mask, other=0.0).to(OPERAND)
+        cached, offset = span * span_stride, position % SPAN_SIZE
+        k = load_rows(k_head_ptr, cached, offset, is_key, DIM, DIM_BLOCK, SPAN_SIZE, OPERAND, MODE)
+        v = load_rows(v_head_ptr, cached, offset, is_key, DIM, DIM_BLOCK, SPAN_SIZE, OPERAND, MODE)
         scores = tl.dot(q, tl.trans(k), zero, input_precision=PRECISION).to(tl.float32)
         if HAS_CAP:
             scores = soft_capped(scores, cap_factor, soft_cap)
@@ -107,6 +108,8 @@ def prefill_kernel(
     PRECISION: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    MODE: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
 ):
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first_token = tl.load(tiles_ptr + tile * 4).to(tl.int64)
@@ -134,28 +137,28 @@ def prefill_kernel(
         # No block is visible to all rows: the tile begins where its first row does, every block masked.
         begin = tl.maximum(first_position + first_index - window + 1, 0) // BLOCK * BLOCK
         all_visible = begin
-    span_stride: tl.constexpr = NUM_KV_HEADS * SPAN_SIZE * DIM
-    k_head_ptr = k_cache_ptr + kv_head * SPAN_SIZE * DIM
-    v_head_ptr = v_cache_ptr + kv_head * SPAN_SIZE * DIM
+    span_stride: tl.constexpr = NUM_KV_HEADS * SPAN_SIZE * ROW_WIDTH
+    k_head_ptr = k_cache_ptr + kv_head * SPAN_SIZE * ROW_WIDTH
+    v_head_ptr = v_cache_ptr + kv_head * SPAN_SIZE * ROW_WIDTH
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
     sums, top, total = _attend(
         q, sums, top, total, row_position, k_head_ptr, v_head_ptr, table, begin, all_visible, num_keys, scale,
         window, cap_factor, soft_cap, span_stride, ROWS, DIM, DIM_BLOCK, SPAN_SIZE, BLOCK, OPERAND, PRECISION,
-        False, HAS_WINDOW, HAS_CAP,
+        MODE, False, HAS_WINDOW, HAS_CAP,
     )  # fmt: skip
     sums, top, total = _attend(
         q, sums, top, total, row_position, k_head_ptr, v_head_ptr, table, all_visible, num_keys, num_keys,
         scale, window, cap_factor, soft_cap, span_stride, ROWS, DIM, DIM_BLOCK, SPAN_SIZE, BLOCK, OPERAND,
-        PRECISION, True, HAS_WINDOW, HAS_CAP,
+        PRECISION, MODE, True, HAS_WINDOW, HAS_CAP,
     )  # fmt: skip
     out_where = (token[:, None] * (NUM_KV_HEADS * RATIO) + head[:, None]) * DIM + dims[None, :]
     tl.store(out_ptr + out_where, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _config(
-    arch: str, dtype: torch.dtype, head_dim: int, ratio: int, is_adapted: bool
+    arch: str, dtype: torch.dtype, head_dim: int, ratio: int, is_adapted: bool, mode: CacheMode
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Constants and launch options: as many rows and keys a step as registers hold.
 
@@ -168,6 +171,8 @@ def _config(
         block, num_warps = 16 if is_adapted and arch.startswith("gfx") else 32, 8
     if is_float32:
         rows, block, num_warps = 16, 16 if dim_block > 128 else 32, 8
+    if mode != CacheMode.DEFAULT:  # codes pass through registers on their way to the product
+        block = max(MIN_DOT_ROWS, block // 2)
     constants = {
         "RATIO": ratio,
         "DIM": head_dim,
@@ -194,7 +199,10 @@ def prefill_attention(
     work = state.prefill
     assert work is not None
     ratio = plan.num_q_heads // plan.num_kv_heads
-    constants, options = _config(arch_of(q.device), q.dtype, plan.head_dim, ratio, window > 0 or soft_cap > 0)
+    is_adapted = window > 0 or soft_cap > 0
+    constants, options = _config(
+        arch_of(q.device), q.dtype, plan.head_dim, ratio, is_adapted, cache_mode_of(k_cache)
+    )
     exponent_factor, cap_factor = softmax_factors(scale, soft_cap)
     grid = (work.num_tiles, plan.num_kv_heads, tile_rows(ratio) // constants["ROWS"])
     prefill_kernel[grid](
@@ -214,6 +222,7 @@ def prefill_attention(
         SPAN_SIZE=plan.span_size,
         HAS_WINDOW=window > 0,
         HAS_CAP=soft_cap > 0,
+        **cache_constants(k_cache),
         **constants,
         **options,
     )
@@ -224,16 +233,20 @@ def variants(arch: str) -> list[Variant]:
     found = []
     lists = {"tiles_ptr": "*i32", "span_table_ptr": "*i32"}
     sizes = {"q_stride": "i32", "table_stride": "i32", **SCORE_TYPES}
-    for dtype, ratio, kv_heads, dim, span_size, is_local in AOT_SHAPES:
-        constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio, is_local)
-        tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), f"*{dtype}")
+    for mode, dtype, ratio, kv_heads, dim, span_size, is_local in AOT_CACHES:
+        constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio, is_local, mode)
+        cache, stored = aot_cache(mode, AOT_DTYPES[dtype], dim)
+        shape = f"{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size},window={is_local}"
+        tensors = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)
+        tensors |= dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}")
         found.append(
             Variant(
-                name=f"prefill[{dtype},G={ratio},Hk={kv_heads},D={dim},S={span_size},window={is_local}]",
+                name=f"prefill{aot_suffix(mode)}[{shape}]",
                 kernel=prefill_kernel,
                 types={**tensors, **lists, **sizes},
                 constants={
                     **constants,
+                    **stored,
                     "NUM_KV_HEADS": kv_heads,
                     "SPAN_SIZE": span_size,
                     "HAS_WINDOW": is_local,

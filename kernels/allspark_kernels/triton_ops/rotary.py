@@ -1,9 +1,13 @@
 """Rotary embedding of q and k fused with the write of k and v to the span cache."""
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
 
+from ..kv_format import CacheMode
+from .kv_quant import PLAIN, POINTERS, aot_cache, aot_suffix, cache_constants, store_rows
 from .variant import Variant, next_power_of_2
 
 NUM_WARPS = 4
@@ -19,6 +23,21 @@ def _turn(x_ptr, out_ptr, source, target, mask, cos, sin, HALF: tl.constexpr):
     kind = out_ptr.dtype.element_ty
     tl.store(out_ptr + target, (low * cos - high * sin).to(kind), mask=mask)
     tl.store(out_ptr + target + HALF, (high * cos + low * sin).to(kind), mask=mask)
+
+
+@triton.jit
+def _turned_row(row_ptr, angle_ptr, dims, mask, ROTARY_DIM: tl.constexpr):
+    """Whole rotated heads [heads, DIM_BLOCK] in float32, 0 where masked: a scale needs all of a head."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    is_turned = dims < ROTARY_DIM
+    is_low = dims < HALF
+    partner = tl.where(is_low, dims + HALF, dims - HALF)
+    own = tl.load(row_ptr + dims, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(row_ptr + partner, mask=mask & is_turned, other=0.0).to(tl.float32)
+    pair = tl.where(is_low, dims, dims - HALF)
+    cos = tl.load(angle_ptr + pair, mask=is_turned, other=1.0)
+    sin = tl.load(angle_ptr + HALF + pair, mask=is_turned, other=0.0)
+    return tl.where(is_low, own * cos - other * sin, own * cos + other * sin)
 
 
 @triton.jit
@@ -42,6 +61,8 @@ def rotary_kv_write_kernel(
     HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -62,19 +83,30 @@ def rotary_kv_write_kernel(
         heads = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
         is_kept = (heads < tl.where(slot >= 0, NUM_KV_HEADS, 0))[:, None]
         span, offset = slot // SPAN_SIZE, slot % SPAN_SIZE
-        cached = ((span * NUM_KV_HEADS + heads) * SPAN_SIZE + offset)[:, None] * DIM
         fresh = heads[:, None] * DIM
-        half_mask = is_kept & (pairs < HALF)[None, :]
-        source = token * k_stride + fresh + pairs[None, :]
-        _turn(k_ptr, k_cache_ptr, source, cached + pairs[None, :], half_mask, cos, sin, HALF)
         dims = tl.arange(0, DIM_BLOCK)[None, :]
         mask = is_kept & (dims < DIM)
-        if ROTARY_DIM < DIM:
-            rest_mask = mask & (dims >= ROTARY_DIM)
-            rest = tl.load(k_ptr + token * k_stride + fresh + dims, mask=rest_mask, other=0.0)
-            tl.store(k_cache_ptr + cached + dims, rest.to(k_cache_ptr.dtype.element_ty), mask=rest_mask)
         value = tl.load(v_ptr + token * v_stride + fresh + dims, mask=mask, other=0.0)
-        tl.store(v_cache_ptr + cached + dims, value.to(v_cache_ptr.dtype.element_ty), mask=mask)
+        if MODE == PLAIN:
+            cached = ((span * NUM_KV_HEADS + heads) * SPAN_SIZE + offset)[:, None] * DIM
+            half_mask = is_kept & (pairs < HALF)[None, :]
+            source = token * k_stride + fresh + pairs[None, :]
+            _turn(k_ptr, k_cache_ptr, source, cached + pairs[None, :], half_mask, cos, sin, HALF)
+            if ROTARY_DIM < DIM:
+                rest_mask = mask & (dims >= ROTARY_DIM)
+                rest = tl.load(k_ptr + token * k_stride + fresh + dims, mask=rest_mask, other=0.0)
+                tl.store(k_cache_ptr + cached + dims, rest.to(k_cache_ptr.dtype.element_ty), mask=rest_mask)
+            tl.store(v_cache_ptr + cached + dims, value.to(v_cache_ptr.dtype.element_ty), mask=mask)
+        else:
+            block = (span * NUM_KV_HEADS + heads) * (SPAN_SIZE * ROW_WIDTH)
+            is_written = heads < tl.where(slot >= 0, NUM_KV_HEADS, 0)
+            angle = cos_sin_ptr + position * ROTARY_DIM
+            key = _turned_row(k_ptr + token * k_stride + fresh, angle, dims, mask, ROTARY_DIM)
+            store_rows(k_cache_ptr, block, offset, key, is_written, DIM, DIM_BLOCK, HEADS, SPAN_SIZE, MODE)
+            store_rows(
+                v_cache_ptr, block, offset, value.to(tl.float32), is_written,
+                DIM, DIM_BLOCK, HEADS, SPAN_SIZE, MODE,
+            )  # fmt: skip
 
 
 def _constants(q_heads: int, kv_heads: int, dim: int, rotary_dim: int, span_size: int) -> dict[str, int]:
@@ -121,6 +153,7 @@ def rotary_kv_write(
         q.stride(0),
         k.stride(0),
         v.stride(0),
+        **cache_constants(k_cache),
         **constants,
         num_warps=NUM_WARPS,
     )
@@ -130,18 +163,21 @@ def variants(_arch: str) -> list[Variant]:
     """Compilations to check: each dtype, whole and partial rotation, odd head sizes."""
     shapes = ((32, 8, 128, 128, 32), (32, 8, 80, 32, 16))
     found = []
-    for dtype in ("bf16", "fp32"):
+    for mode, dtype in itertools.product(CacheMode, (torch.bfloat16, torch.float32)):
         for q_heads, kv_heads, dim, rotary_dim, span_size in shapes:
-            pointers = ("q_ptr", "k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr")
-            types = dict.fromkeys(pointers, f"*{dtype}")
+            pointer = POINTERS[dtype]
+            cache, stored = aot_cache(mode, dtype, dim)
+            types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), pointer)
+            types |= {"k_cache_ptr": cache, "v_cache_ptr": cache}
             types |= {"cos_sin_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64"}
             types |= {"q_stride": "i32", "k_stride": "i32", "v_stride": "i32"}
+            shape = f"{pointer[1:]},Hq={q_heads},Hk={kv_heads},D={dim},R={rotary_dim}"
             found.append(
                 Variant(
-                    name=f"rotary_kv_write[{dtype},Hq={q_heads},Hk={kv_heads},D={dim},R={rotary_dim}]",
+                    name=f"rotary_kv_write{aot_suffix(mode)}[{shape}]",
                     kernel=rotary_kv_write_kernel,
                     types=types,
-                    constants=_constants(q_heads, kv_heads, dim, rotary_dim, span_size),
+                    constants={**_constants(q_heads, kv_heads, dim, rotary_dim, span_size), **stored},
                     num_warps=NUM_WARPS,
                     aligned=("q_stride", "k_stride", "v_stride"),
                 )

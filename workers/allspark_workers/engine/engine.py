@@ -10,15 +10,19 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from allspark_workers.engine.adapters import AdapterPool
 from allspark_workers.engine.admission import check_request
+from allspark_workers.engine.facts import model_facts
+from allspark_workers.engine.families import Family, Progress, SampleFamily, Tensors, make_sequence
 from allspark_workers.engine.graphs import is_worth_capturing
 from allspark_workers.engine.inbox import Command, Inbox, Verb
-from allspark_workers.engine.kv import KVLayout, allocate_kv, plan_kv
+from allspark_workers.engine.kv import allocate_kv, plan_kv
 from allspark_workers.engine.pages import PageLedger
 from allspark_workers.engine.profiler import Profiler
-from allspark_workers.engine.runner import Runner
+from allspark_workers.engine.runner import Result, Runner
 from allspark_workers.engine.scheduler import Row, Scheduler
 from allspark_workers.engine.sequence import Sequence
+from allspark_workers.engine.sharing import members_of
 from allspark_workers.engine.stats import Counters, engine_stat
 from allspark_workers.engine.threads import apply_threads
 from allspark_workers.engine.types import (
@@ -54,13 +58,16 @@ class Engine:
         self._config = config
         self._clock = clock
         self._layout = plan_kv(model, config)
-        self._facts = _facts(model, config, self._layout)
+        self._facts = model_facts(model, config, self._layout)
         self._inbox = Inbox()
         self._profiler = Profiler()
         self._counters = Counters()
+        self._adapters = AdapterPool(model, config, self._inbox.wake, clock)
+        self._adapters.preload(config.lora_names)
         self._scheduler = self._new_scheduler()
         self._runner: Runner | None = None
         self._outputs: list[StepOutput] = []
+        self._families: dict[str, Family] = {}
         self._serials = itertools.count()
         # Nothing can run until a command arrives or a deadline passes: every live request is held.
         self._is_stalled = False
@@ -79,7 +86,7 @@ class Engine:
         self._scheduler = self._new_scheduler()
         self._counters = Counters()
         cache = allocate_kv(self._model, self._layout)
-        runner = Runner(self._model, cache, self._scheduler, self._profiler)
+        runner = Runner(self._model, cache, self._scheduler, self._profiler, self._adapters.table)
         self._warm_up(runner)
         if is_worth_capturing(self._model):
             runner.capture(self._facts.max_length)
@@ -92,6 +99,8 @@ class Engine:
         """
         self._runner = None
         self._inbox.clear()
+        self._adapters.forget_requests()
+        self._families.clear()
         self._scheduler = self._new_scheduler()
         self._is_stalled = False
 
@@ -102,8 +111,14 @@ class Engine:
         """
         if self._runner is None:
             raise ValueError(f"request {request.request_id}: the model is not started")
-        check_request(request, self._facts.vocab_size, self._model.max_length)
-        self._inbox.submit(Sequence(request, next(self._serials)))
+        check_request(request, self._facts, self._model.max_length)
+        if request.lora_name:
+            request.adapter = self._adapters.lease(request.lora_name)
+        self._inbox.submit(make_sequence(request, self._serials))
+
+    def check_adapter(self, name: str) -> None:
+        """Raise EngineError unless requests may name this adapter, as far as its files' headers tell."""
+        self._adapters.check_files(name)
 
     def cancel(self, request_id: str) -> None:
         """End a request with STOPPED; a token being computed at this moment is dropped."""
@@ -143,10 +158,18 @@ class Engine:
         is_profiled = self.profile_enabled
         self._take_commands()
         self._expire()
+        for seq, error in self._adapters.advance():
+            if not seq.is_done:
+                self._finish(seq, FinishReason.ERROR, message=str(error))
         with self._profiler.measure("alloc", "Schedule", is_profiled):
             plan = self._scheduler.schedule()
         for seq in plan.exhausted:
-            self._finish(seq, FinishReason.CACHE_MEMORY, message=self._too_large(seq))
+            if not seq.is_done:  # several sequences of one request may have run out
+                self._finish(seq, FinishReason.CACHE_MEMORY, message=self._too_large(seq))
+        if plan.exhausted:
+            plan.rows = [row for row in plan.rows if not row.sequence.is_done]
+        if plan.copies:
+            self._runner.copy_spans(plan.copies)
         if plan.rows:
             is_prefill = any(row.count > 1 for row in plan.rows)
             self._profiler.phase = "prefill" if is_prefill else "decode"
@@ -160,15 +183,17 @@ class Engine:
     def stat(self) -> EngineStat:
         """A snapshot of the counters."""
         scheduler, layout, counters = self._scheduler, self._layout, self._counters
-        return engine_stat(scheduler, self._inbox, layout, counters, self._model.weight_bytes, self._clock())
+        weight_bytes = self._model.weight_bytes + self._adapters.nbytes
+        return engine_stat(scheduler, self._inbox, layout, counters, weight_bytes, self._clock())
 
     def profile(self, reset: bool = True) -> str:
         """Measured time per operator (layout of GetOpProfilingInfo); empty if nothing was measured."""
         return self._profiler.text(reset)
 
     def check(self) -> None:
-        """Raise unless pages, rows and requests balance; call it while no step is running."""
+        """Raise unless pages, rows, requests and leases balance; call it while no step is running."""
         self._scheduler.check()
+        self._adapters.check(self._scheduler)
 
     def _new_scheduler(self) -> Scheduler:
         layout, config = self._layout, self._config
@@ -186,7 +211,11 @@ class Engine:
         params = GenerationParams(
             max_length=length + _WARM_UP_STEPS, do_sample=True, top_k=20, top_p=0.9, repetition_penalty=1.1
         )
-        seq = Sequence(EngineRequest("warm-up", 0, np.zeros(length, np.int64), params), 0)
+        with self._adapters.warm_up() as adapter:
+            request = EngineRequest("warm-up", 0, np.zeros(length, np.int64), params, adapter=adapter)
+            self._warm_up_with(runner, Sequence(request, 0))
+
+    def _warm_up_with(self, runner: Runner, seq: Sequence) -> None:
         self._scheduler.add(seq)
         for _ in range(_WARM_UP_STEPS):
             rows = self._scheduler.schedule().rows
@@ -194,7 +223,8 @@ class Engine:
             for row in rows:
                 self._scheduler.commit(row)
             for token in tokens:
-                seq.append(token)
+                if isinstance(token, int):
+                    seq.append(token)
         self._scheduler.remove(seq)
 
     def _take_commands(self) -> None:
@@ -206,29 +236,42 @@ class Engine:
                 self._obey(command)
 
     def _begin(self, seq: Sequence) -> None:
-        self._scheduler.add(seq)
+        family = seq.family
+        for member in (seq,) if family is None else family.queued:
+            self._scheduler.add(member)
+            self._adapters.begin(member)
+        if family is not None:
+            self._families[seq.request_id] = family
         # A worker that died between its last token and the terminal record leaves a complete stream behind.
         reason = seq.constraints.finish(seq) if seq.num_generated else None
-        if reason is not None:
+        if reason is not None and isinstance(family, SampleFamily):
+            self._advance(seq, family.settle(seq, reason))
+        elif reason is not None:
             self._finish(seq, reason)
 
     def _obey(self, command: Command) -> None:
-        seq = self._scheduler.get(command.request_id)
-        if seq is None:
+        family = self._families.get(command.request_id)
+        alone = self._scheduler.get(command.request_id)
+        queued = family.queued if family is not None else [alone] if alone is not None else []
+        if not queued:
             return
         if command.verb is Verb.CANCEL:
-            self._finish(seq, FinishReason.STOPPED)
-        else:
-            seq.is_held = command.verb is Verb.HOLD
+            self._finish(queued[0], FinishReason.STOPPED)
+            return
+        for seq in queued:
+            for member in members_of(seq):
+                member.is_held = command.verb is Verb.HOLD
 
     def _expire(self) -> None:
         now_s = self._clock()
         for seq in self._scheduler.expired(now_s):
+            if seq.is_done:
+                continue  # it ended with another sequence of its request
             late_s = now_s - (seq.request.deadline_s or now_s)
             self._finish(seq, FinishReason.DEADLINE, message=f"the deadline passed {late_s:.3f} s ago")
 
-    def _compute(self, runner: Runner, rows: list[Row], is_profiled: bool) -> list[int | Exception | None]:
-        """Per row: the next token, None if it does not sample yet, or why it failed."""
+    def _compute(self, runner: Runner, rows: list[Row], is_profiled: bool) -> list[Result | Exception]:
+        """Per row: its result (None if it does not sample yet), or why it failed."""
         try:
             return _spread(rows, runner.run(rows, is_profiled))
         except torch.AcceleratorError:
@@ -236,7 +279,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - request border: the culprit fails alone, below
             logger.warning("a step of %d requests failed (%s): running each alone", len(rows), error)
             runner.forget(rows)
-        results: list[int | Exception | None] = []
+        results: list[Result | Exception] = []
         for row in rows:
             try:
                 results += _spread([row], runner.run([row], is_profiled))
@@ -248,7 +291,7 @@ class Engine:
                 results.append(error)
         return results
 
-    def _commit_all(self, rows: list[Row], results: list[int | Exception | None]) -> None:
+    def _commit_all(self, rows: list[Row], results: list[Result | Exception]) -> None:
         """Take over what the step computed, except for requests that ended meanwhile."""
         generated = prefilled = 0
         for row, result in zip(rows, results, strict=True):
@@ -260,7 +303,12 @@ class Engine:
                 continue
             self._scheduler.commit(row)
             prefilled += seq.count_prefilled()
-            if result is not None:
+            if not row.samples:
+                if seq.is_probe and seq.num_remaining == 0:
+                    self._finish(seq, FinishReason.PROBED)
+            elif seq.family is not None:
+                generated += self._advance(seq, seq.family.take(seq, row.start, result))
+            elif isinstance(result, int):
                 generated += self._append(seq, result)
         self._counters.step(generated, prefilled, self._clock())
 
@@ -278,6 +326,20 @@ class Engine:
             self._finish(seq, reason, [token], position)
         return 1
 
+    def _advance(self, seq: Sequence, progress: Progress) -> int:
+        """What a step did to a request of several sequences; the number of tokens added."""
+        if progress.finish is not None:
+            self._finish(seq, progress.finish, progress.tokens, progress.position, progress.message)
+            return progress.num_generated
+        if progress.left is not None:
+            self._leave(progress.left)
+        if progress.fork is not None and seq.gang is not None:
+            self._scheduler.fork(seq.gang, progress.fork)
+        if progress.tokens:
+            position = progress.position or 0
+            self._outputs.append(StepOutput(seq.request_id, seq.request.epoch, position, progress.tokens))
+        return progress.num_generated
+
     def _finish(
         self,
         seq: Sequence,
@@ -287,41 +349,31 @@ class Engine:
         message: str = "",
     ) -> None:
         """The one place where a request ends."""
+        family, request, where = seq.family, seq.request, seq.num_generated
+        tensors: Tensors = {}
+        if family is not None:
+            request, where, tensors = family.request, family.num_published(), family.tensors()
+            del self._families[request.request_id]
+        for member in (seq,) if family is None else family.queued:
+            if not member.is_done:
+                self._leave(member)
+        self._inbox.ended(request.request_id, request.epoch)
+        if position is not None:
+            where = position
+        key, epoch = request.request_id, request.epoch
+        self._outputs.append(StepOutput(key, epoch, where, tokens or [], reason, message, tensors))
+
+    def _leave(self, seq: Sequence) -> None:
         self._scheduler.remove(seq)
-        self._inbox.ended(seq.request_id, seq.request.epoch)
-        where = seq.num_generated if position is None else position
-        output = StepOutput(seq.request_id, seq.request.epoch, where, tokens or [], reason, message)
-        self._outputs.append(output)
+        self._adapters.end(seq)
 
     def _too_large(self, seq: Sequence) -> str:
         return (
-            f"{seq.length} tokens need {self._scheduler.spans_for(seq.length)} KV spans, "
+            f"{seq.length} tokens need {self._scheduler.spans_alone(seq)} KV spans, "
             f"the whole pool has {self._layout.num_spans}: use a shorter request or more KV memory"
         )
 
 
-def _spread(rows: list[Row], tokens: list[int]) -> list[int | Exception | None]:
-    drawn = iter(tokens)
-    return [next(drawn) if row.samples else None for row in rows]
-
-
-def _facts(model: Model, config: ModelConfig, layout: KVLayout) -> ModelFacts:
-    arch = model.arch
-    return ModelFacts(
-        model_type=arch.family,
-        vocab_size=arch.vocab_size,
-        max_length=min(model.max_length, layout.num_tokens),
-        max_batch=config.batch_limit,
-        num_layers=arch.num_layers,
-        num_heads=arch.num_heads,
-        num_kv_heads=arch.num_kv_heads,
-        head_dim=arch.head_dim,
-        span_size=layout.span_size,
-        span_bytes=layout.frame_bytes,
-        eos_token_ids=arch.eos_token_ids,
-        dtype=model.dtype_name,
-        device=str(model.device),
-        weight_bytes=model.weight_bytes,
-        digest=model.digest,
-        cache_mode=config.cache_mode,
-    )
+def _spread(rows: list[Row], results: list[Result]) -> list[Result | Exception]:
+    found = iter(results)
+    return [next(found) if row.samples else None for row in rows]

@@ -21,3 +21,11 @@ class ModelMemoryError(EngineError):
 
 class LedgerError(EngineError):
     """The page ledger does not balance: a programming error, never a user's."""
+
+
+class AdapterNotFoundError(EngineError):
+    """No directory of that name below the model roots holds an adapter."""
+
+
+class AdapterLimitError(EngineError):
+    """An adapter's rank, or the number of adapters, is over the limit of the worker."""

@@ -17,6 +17,7 @@ class Verb(Enum):
     CANCEL = auto()
     HOLD = auto()
     RESUME = auto()
+    WAKE = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,12 @@ class Inbox:
             if request_id in self._live:
                 self._commands.append(Command(verb, request_id))
                 self._condition.notify_all()
+
+    def wake(self) -> None:
+        """Make the engine thread look around: something it waits for may have happened."""
+        with self._condition:
+            self._commands.append(Command(Verb.WAKE, ""))
+            self._condition.notify_all()
 
     def take(self) -> list[Command]:
         """All commands so far."""

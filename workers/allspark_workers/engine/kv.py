@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -95,3 +96,14 @@ def allocate_kv(model: Model, layout: KVLayout) -> KVCache:
             f"cannot allocate {total} bytes for {layout.num_spans} KV spans on {model.device}: {error}"
         ) from error
     return KVCache(tuple(pool[:, 0].unbind(0)), tuple(pool[:, 1].unbind(0)))
+
+
+def copy_spans(cache: KVCache, copies: Mapping[int, int]) -> None:
+    """Give each span (key) the content that another one (value) had before."""
+    if not copies:
+        return
+    device = cache.keys[0].device
+    targets = torch.tensor(list(copies), dtype=torch.int64, device=device)
+    sources = torch.tensor(list(copies.values()), dtype=torch.int64, device=device)
+    for frames in (*cache.keys, *cache.values):
+        frames.index_copy_(0, targets, frames.index_select(0, sources))

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from allspark_workers.engine.errors import LedgerError
 
 
+class SpanKeeper(Protocol):
+    """Knows which spans are worth keeping when nobody holds them any more: the prefix cache."""
+
+    def keeps(self, span: int) -> bool:
+        """The span has lost its last holder: whether its content is kept until the memory is needed."""
+
+    def evict(self, span: int) -> None:
+        """The memory of a kept span is given away now."""
+
+
 class PageLedger:
     """Span ids 0..total-1, each either free or held by one or more owners, each holding it at most once.
+
+    With a `keeper`, a free span may be idle: its content is kept until the memory is needed, the longest idle
+    first. Idle spans count as free; `share` makes one held again.
 
     One span id stands for `2 * num_layers` frames: K and V of every layer for `span_size` tokens. A span with
     several holders is read-only for all of them: who wants to write takes a copy first (copy on write).
@@ -23,16 +38,38 @@ class PageLedger:
         self._free = list(range(total - 1, -1, -1))
         self._held: dict[str, list[int]] = {}
         self._counts = [0] * total  # holders of each span
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self.keeper: SpanKeeper | None = None
 
     @property
     def free(self) -> int:
-        """Spans that nobody holds."""
-        return len(self._free)
+        """Spans that nobody holds, idle ones included."""
+        return len(self._free) + len(self._idle)
 
     @property
     def used(self) -> int:
         """Spans that somebody holds."""
-        return self.total - len(self._free)
+        return self.total - self.free
+
+    @property
+    def num_idle(self) -> int:
+        """Spans that nobody holds and whose content is kept."""
+        return len(self._idle)
+
+    @property
+    def longest_idle(self) -> int | None:
+        """The span that is evicted next."""
+        return next(iter(self._idle), None)
+
+    def is_idle(self, span: int) -> bool:
+        """Whether nobody holds the span and its content is kept."""
+        return span in self._idle
+
+    def discard(self, span: int) -> None:
+        """Keep the content of an idle span no longer; nothing happens to a span that is not idle."""
+        if span in self._idle:
+            del self._idle[span]
+            self._free.append(span)
 
     def held_by(self, owner: str) -> int:
         """Spans that `owner` holds."""
@@ -46,10 +83,12 @@ class PageLedger:
         """Give `owner` `count` more spans, all or none; None (and no change) if fewer are free."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} spans")
-        if count > len(self._free):
+        if count > self.free:
             return None
         if count == 0:
             return []
+        while count > len(self._free):
+            self._evict()
         cut = len(self._free) - count
         spans = self._free[cut:][::-1]
         del self._free[cut:]
@@ -59,7 +98,7 @@ class PageLedger:
         return spans
 
     def share(self, owner: str, spans: Sequence[int]) -> None:
-        """Let `owner` hold spans that somebody else holds already; their order is kept.
+        """Let `owner` hold spans that somebody else holds already, or that are idle; their order is kept.
 
         Raises LedgerError, changing nothing, for a span that is free or that `owner` holds already.
         """
@@ -68,9 +107,10 @@ class PageLedger:
         held = self._held.get(owner, [])
         if len({*spans, *held}) != len(spans) + len(held):
             raise LedgerError(f"{owner} would hold a span twice")
-        if not all(0 <= span < self.total and self._counts[span] for span in spans):
+        if not all(0 <= span < self.total and (self._counts[span] or span in self._idle) for span in spans):
             raise LedgerError(f"{owner} cannot share a span that nobody holds")
         for span in spans:
+            self._idle.pop(span, None)
             self._counts[span] += 1
         self._held.setdefault(owner, []).extend(spans)
 
@@ -140,7 +180,16 @@ class PageLedger:
         for span in reversed(spans):
             self._counts[span] -= 1
             if self._counts[span] == 0:
-                self._free.append(span)
+                if self.keeper is not None and self.keeper.keeps(span):
+                    self._idle[span] = None
+                else:
+                    self._free.append(span)
+
+    def _evict(self) -> None:
+        span, _ = self._idle.popitem(last=False)
+        self._free.append(span)
+        if self.keeper is not None:
+            self.keeper.evict(span)
 
     def check(self) -> None:
         """Raise LedgerError unless free + held == total and every count is the number of holders."""
@@ -153,9 +202,10 @@ class PageLedger:
                     raise LedgerError(f"{owner} holds span {span}, which is outside the pool")
                 counts[span] += 1
         num_held = sum(count > 0 for count in counts)
-        if len(self._free) + num_held != self.total:
-            raise LedgerError(f"{len(self._free)} free + {num_held} held spans != {self.total} in total")
-        if len({*self._free}) != len(self._free) or any(counts[span] for span in self._free):
+        unheld = [*self._free, *self._idle]
+        if len(unheld) + num_held != self.total:
+            raise LedgerError(f"{len(unheld)} free + {num_held} held spans != {self.total} in total")
+        if len({*unheld}) != len(unheld) or any(counts[span] for span in unheld):
             raise LedgerError("a span is free twice, or free and held")
         if counts != self._counts:
             wrong = next(span for span in range(self.total) if counts[span] != self._counts[span])

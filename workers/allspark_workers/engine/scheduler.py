@@ -3,7 +3,8 @@
 Continuous batching with chunked prefill: every running request that lacks only its newest token decodes;
 then prompts are computed in chunks, up to a token budget. Memory is given at admission for every token known
 then, and one span at a time while decoding; when spans run out, the request served last is pre-empted: its
-spans are released, and it is computed again from its tokens once there is room.
+spans are released, and it is computed again from its tokens once there is room. Sequences of one request
+share the spans of what they have in common (`sharing`); one that writes to a shared span gets a copy first.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from allspark_workers.engine.beams import Pick
 from allspark_workers.engine.pages import PageLedger
 from allspark_workers.engine.sequence import NO_ROW, Sequence
+from allspark_workers.engine.sharing import Gang, best_donor, members_of
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens `start .. start+count-1` of one request; the last of them yields a new token if `samples`."""
+    """Tokens `start .. start+count-1` of one request; the last of them yields a result if `samples`."""
 
     sequence: Sequence
     start: int
@@ -31,9 +34,13 @@ class Row:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: decode rows first. `exhausted` requests cannot go on even with the whole pool."""
+    """One step: decode rows first. `exhausted` requests cannot go on even with the whole pool.
+
+    `copies` maps spans to those whose content they get, all at once, before anything is computed.
+    """
 
     rows: list[Row] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
     exhausted: list[Sequence] = field(default_factory=list)
 
@@ -63,6 +70,7 @@ class Scheduler:
         self._free_rows = list(range(max_batch - 1, -1, -1))
         self._by_id: dict[str, Sequence] = {}
         self._deadlines: dict[str, float] = {}
+        self._copies: dict[int, int] = {}  # for the next plan
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -90,9 +98,13 @@ class Scheduler:
         """Spans that hold `num_tokens` tokens."""
         return -(-num_tokens // self.span_size)
 
-    def fits_empty_pool(self, num_tokens: int) -> bool:
-        """Whether a request of that many tokens could be computed with the pool to itself."""
-        return self.spans_for(num_tokens) <= self.ledger.total
+    def spans_alone(self, sequence: Sequence) -> int:
+        """Spans that a waiting sequence needs if it shares nothing with others that are running."""
+        gang = sequence.gang
+        if gang is None:
+            return self.spans_for(sequence.length)
+        gang.measure()
+        return gang.num_spans(self.span_size)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new request."""
@@ -111,13 +123,15 @@ class Scheduler:
         self._deadlines.pop(sequence.request_id, None)
         if sequence.row == NO_ROW:
             self.waiting.remove(sequence)
-        else:
-            self._leave(sequence)
-        sequence.is_done = True
+        for member in members_of(sequence):
+            if member.row != NO_ROW:
+                self._leave(member)
+            member.is_done = True
 
     def schedule(self) -> StepPlan:
         """Plan the next step; the rows' tokens count as computed only after `commit`."""
-        plan = StepPlan()
+        plan = StepPlan(copies=self._copies)
+        self._copies = {}
         self._plan_decode(plan)
         budget = self._plan_prefill(plan, self.prefill_budget)
         self._admit(plan, budget)
@@ -125,14 +139,35 @@ class Scheduler:
 
     def commit(self, row: Row) -> None:
         """The row went through the model."""
-        row.sequence.num_computed = row.start + row.count
+        seq = row.sequence
+        seq.num_computed = row.start + row.count
+        if seq.gang is not None and seq is seq.gang.leader and row.start < seq.gang.trunk <= seq.num_computed:
+            self._branch(seq.gang)
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a running request back to the queue; its tokens stay, its spans do not."""
-        self._leave(sequence)
-        sequence.num_computed = 0
+        for member in members_of(sequence):
+            self._leave(member)
+            member.num_computed = 0
         self.num_preemptions += 1
-        insort(self.waiting, sequence, key=_order)
+        insort(self.waiting, _leader_of(sequence), key=_order)
+
+    def fork(self, gang: Gang, picks: list[Pick]) -> None:
+        """Advance a gang: member i goes on with the tokens of member `picks[i].parent` and its token.
+
+        Every active member is running and computed up to its newest token. Spans are shared, not copied.
+        """
+        parents = [gang.members[pick.parent] for pick in picks]
+        spans = [list(parent.spans) for parent in parents]
+        tokens = [parent.followed_by(pick.token) for parent, pick in zip(parents, picks, strict=True)]
+        length = gang.leader.length
+        self.ledger.exchange({m.request_id: own for m, own in zip(gang.members, spans, strict=True)})
+        for member, own, known in zip(gang.members, spans, tokens, strict=True):
+            member.replace(known, length + 1)
+            member.num_computed = length
+            member.is_parked = False
+            self._hold(member, own)
+        gang.num_active = len(gang.members)
 
     def check(self) -> None:
         """Raise unless the ledger balances and exactly the running requests hold spans and rows."""
@@ -143,33 +178,52 @@ class Scheduler:
         rows = [seq.row for seq in self.running] + self._free_rows
         if sorted(rows) != list(range(self.max_batch)):
             raise ValueError("batch rows are lost or doubled")
-        if len(self.running) + len(self.waiting) != len(self._by_id):
+        leaders = [seq for seq in self.running if seq is _leader_of(seq)]
+        if len(leaders) + len(self.waiting) != len(self._by_id):
             raise ValueError("a live request is neither waiting nor running")
 
     def _plan_decode(self, plan: StepPlan) -> None:
         for seq in tuple(self.running):
-            if seq.row == NO_ROW or seq.is_held or seq.num_remaining != 1:
+            if seq.row == NO_ROW or seq.is_held or seq.is_parked or seq.num_remaining != 1:
                 continue
             if self._reserve_next(seq, plan):
-                plan.rows.append(Row(seq, seq.num_computed, 1, True))
+                plan.rows.append(Row(seq, seq.num_computed, 1, not seq.is_probe))
+        if plan.preempted:
+            _drop_rows(plan)
 
     def _reserve_next(self, seq: Sequence, plan: StepPlan) -> bool:
-        """Make sure that the newest token has a span, at the cost of requests that are served later."""
-        while len(seq.spans) * self.span_size < seq.length:
+        """Give the newest token a span it may write to, at the cost of requests that are served later."""
+        while self._lacks_span(seq):
             spans = self.ledger.allocate(seq.request_id, 1)
             if spans is not None:
-                self.span_table[seq.row, len(seq.spans)] = spans[0]
-                seq.spans.extend(spans)
+                self._add_span(seq, spans[0], plan)
                 return True
             victim = self._victim()
-            if victim is seq and len(self.running) == 1:
-                plan.exhausted.append(seq)
+            mates = members_of(victim)
+            if seq in mates and len(self.running) == len(tuple(mates)):
+                plan.exhausted.append(_leader_of(seq))
                 return False
             self.preempt(victim)
             plan.preempted.append(victim)
-            if victim is seq:
+            if seq.row == NO_ROW:
                 return False
         return True
+
+    def _lacks_span(self, seq: Sequence) -> bool:
+        if len(seq.spans) * self.span_size < seq.length:
+            return True
+        gang = seq.gang
+        return gang is not None and gang.num_active > 1 and self.ledger.is_shared(seq.spans[-1])
+
+    def _add_span(self, seq: Sequence, span: int, plan: StepPlan) -> None:
+        """Append a span, or put it in the place of a shared last one, whose content it gets."""
+        column = (seq.length - 1) // self.span_size
+        if column < len(seq.spans):
+            shared = seq.spans.pop()
+            self.ledger.drop(seq.request_id, [shared])
+            plan.copies[span] = shared
+        self.span_table[seq.row, column] = span
+        seq.spans.append(span)
 
     def _victim(self) -> Sequence:
         """Held requests first (they make no progress), then the one served last."""
@@ -179,13 +233,15 @@ class Scheduler:
         for seq in self.running:
             if budget == 0:
                 break
-            if not seq.is_held and seq.num_remaining > 1:
+            if not seq.is_held and not seq.is_parked and seq.num_remaining > 1:
                 budget -= self._add_chunk(seq, plan, budget)
         return budget
 
     def _add_chunk(self, seq: Sequence, plan: StepPlan, budget: int) -> int:
         count = min(seq.num_remaining, budget)
-        plan.rows.append(Row(seq, seq.num_computed, count, seq.num_computed + count == seq.length))
+        is_last = seq.num_computed + count == seq.length
+        samples = (is_last and not seq.is_probe) or seq.is_inference
+        plan.rows.append(Row(seq, seq.num_computed, count, samples))
         return count
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
@@ -195,47 +251,103 @@ class Scheduler:
         for seq in tuple(self.waiting):
             if budget == 0:
                 return
-            if seq.is_held:
+            if seq.is_held or seq.is_waiting_for_adapter:
                 continue
-            if not self.fits_empty_pool(seq.length):
+            if self.spans_alone(seq) > self.ledger.total:
                 plan.exhausted.append(seq)
                 continue
+            if seq.siblings and best_donor(seq)[2]:
+                continue  # a sibling is about to compute what this one would compute again
             if not self._make_room(seq, plan):
                 return
-            self._enter(seq)
+            self._enter(seq, plan)
             budget -= self._add_chunk(seq, plan, budget)
 
     def _make_room(self, seq: Sequence, plan: StepPlan) -> bool:
         """Whether `seq` can start now; pre-empts requests of lower priority if that is what it takes."""
-        need = self.spans_for(seq.length)
+        need, need_rows = self._needs(seq)
         free, rows, num_running = self.ledger.free, len(self._free_rows), len(self.running)
         lower = [other for other in reversed(self.running) if other.order[0] > seq.order[0]]
+        lower = [other for other in lower if other is _leader_of(other)]
         lower.sort(key=lambda other: not other.is_held)  # stable: held first, then the one served last
         victims: list[Sequence] = []
+        gone: list[str] = []
         # Each running request may soon need one more span: admitting into that reserve would thrash.
-        while rows == 0 or need + num_running > free:
+        while rows < need_rows or need + num_running > free:
             if len(victims) == len(lower):
                 return False
             victim = lower[len(victims)]
             victims.append(victim)
-            free, rows, num_running = free + len(victim.spans), rows + 1, num_running - 1
+            gone += [member.request_id for member in members_of(victim)]
+            free = self.ledger.free + self.ledger.num_releasable(gone)
+            rows, num_running = len(self._free_rows) + len(gone), len(self.running) - len(gone)
         for victim in victims:
             self.preempt(victim)
         if victims:
             plan.preempted += victims
-            plan.rows = [row for row in plan.rows if row.sequence.row != NO_ROW]
+            _drop_rows(plan)
         return True
 
-    def _enter(self, seq: Sequence) -> None:
-        spans = self.ledger.allocate(seq.request_id, self.spans_for(seq.length))
-        if spans is None:
-            raise ValueError(f"request {seq.request_id} was admitted without room for it")
+    def _needs(self, seq: Sequence) -> tuple[int, int]:
+        """Free spans and batch rows that a waiting sequence needs to start."""
+        if seq.gang is not None:
+            return self.spans_alone(seq), len(seq.gang.members)
+        _, inherited, _ = best_donor(seq)
+        return self.spans_for(seq.length) - inherited // self.span_size, 1
+
+    def _enter(self, seq: Sequence, plan: StepPlan) -> None:
         self.waiting.remove(seq)
-        seq.spans = spans
+        if seq.gang is not None:
+            self._enter_gang(seq.gang)
+            return
+        donor, inherited, _ = best_donor(seq)
+        full = inherited // self.span_size
+        shared = donor.spans[:full] if donor is not None else []
+        own = self._seat(seq, shared)
+        if donor is not None and inherited % self.span_size:
+            plan.copies[own[0]] = donor.spans[full]
+        seq.inherit(inherited)
+
+    def _enter_gang(self, gang: Gang) -> None:
+        """Seat all members; those that have nothing to compute yet hold the leader's spans."""
+        self._seat(gang.leader, [])
+        spans = gang.leader.spans
+        for index, member in enumerate(gang.members[1:], 1):
+            if index < gang.num_active:
+                self._seat(member, spans[: gang.trunk // self.span_size])
+            else:
+                self._take_row(member)
+                self.ledger.share(member.request_id, spans)
+                self._hold(member, list(spans))
+            member.is_parked = True
+
+    def _branch(self, gang: Gang) -> None:
+        """The leader has computed what all members have in common: the others go on from there."""
+        full, rest = divmod(gang.trunk, self.span_size)
+        for member in gang.active()[1:]:
+            if rest:
+                self._copies[member.spans[full]] = gang.leader.spans[full]
+            member.inherit(gang.trunk)
+            member.is_parked = False
+
+    def _seat(self, seq: Sequence, shared: list[int]) -> list[int]:
+        """A batch row, the spans `shared`, and as many of its own as its tokens need; the latter."""
+        self.ledger.share(seq.request_id, shared)
+        own = self.ledger.allocate(seq.request_id, self.spans_for(seq.length) - len(shared))
+        if own is None:
+            raise ValueError(f"request {seq.request_id} was admitted without room for it")
+        self._take_row(seq)
+        self._hold(seq, shared + own)
+        return own
+
+    def _take_row(self, seq: Sequence) -> None:
         seq.row = self._free_rows.pop()
-        self.span_table[seq.row, : len(spans)] = spans
         seq.is_marked = False
         insort(self.running, seq, key=_order)
+
+    def _hold(self, seq: Sequence, spans: list[int]) -> None:
+        seq.spans = spans
+        self.span_table[seq.row, : len(spans)] = spans
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -244,3 +356,12 @@ class Scheduler:
         seq.spans = []
         seq.row = NO_ROW
         seq.is_marked = False
+        seq.is_parked = False
+
+
+def _leader_of(sequence: Sequence) -> Sequence:
+    return sequence.gang.leader if sequence.gang is not None else sequence
+
+
+def _drop_rows(plan: StepPlan) -> None:
+    plan.rows = [row for row in plan.rows if row.sequence.row != NO_ROW]

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from allspark_workers.engine.constraints import Constraints
-from allspark_workers.engine.types import EngineRequest
+from allspark_workers.engine.types import EngineRequest, Task
+
+if TYPE_CHECKING:
+    from allspark_workers.engine.families import Family
+    from allspark_workers.engine.prefix_cache import Trail
+    from allspark_workers.engine.sharing import Gang
 
 MIN_GREEDY_TEMPERATURE = 1e-5
 NO_ROW = -1
 
 
 class Sequence:
-    """State of one live request.
+    """State of one live request, or of one sequence of a request that has several.
 
     `length` tokens are known (prompt, then generated); the first `num_computed` of them have their K and V in
     `spans`. `row` is the batch slot (span-table row and penalty bitmask) while the request runs, else NO_ROW.
+
+    `family`: what the request's results are collected in, None if they are one sequence's tokens. `siblings`:
+    sequences with the same prompt, each scheduled by itself; `gang`: sequences that enter and leave the batch
+    together. A parked sequence waits for others of its gang.
     """
 
     __slots__ = (
         "constraints",
+        "family",
+        "gang",
         "is_done",
         "is_held",
+        "is_inference",
         "is_marked",
+        "is_parked",
+        "is_probe",
         "length",
+        "num_cached",
         "num_computed",
         "num_prefilled",
         "num_prompt",
@@ -32,8 +49,10 @@ class Sequence:
         "request",
         "row",
         "sampling",
+        "siblings",
         "spans",
         "tokens",
+        "trail",
         "uses_penalties",
     )
 
@@ -47,10 +66,18 @@ class Sequence:
         self.tokens[self.num_prompt : self.length] = request.generated
         self.num_computed = 0
         self.num_prefilled = 0  # prompt tokens ever computed, for the statistics
+        self.num_cached = 0  # prompt tokens taken from the prefix cache and not counted yet, likewise
+        self.trail: Trail | None = None
         self.spans: list[int] = []
         self.row = NO_ROW
         self.is_held = False
+        self.is_parked = False
         self.is_done = False
+        self.is_probe = request.task is Task.PROBE
+        self.is_inference = request.task is Task.INFER
+        self.family: Family | None = None
+        self.siblings: tuple[Sequence, ...] = ()
+        self.gang: Gang | None = None
         self.is_marked = False  # the penalty bitmask of `row` holds this request's tokens
         self.constraints = Constraints(params)
         # Service order: higher priority first, then earlier arrival; the serial number breaks ties.
@@ -82,11 +109,46 @@ class Sequence:
         """Known tokens that still have to pass through the model; the last of them yields the next token."""
         return self.length - self.num_computed
 
+    @property
+    def is_waiting_for_adapter(self) -> bool:
+        """Whether the request's adapter is not in memory yet."""
+        adapter = self.request.adapter
+        return adapter is not None and not adapter.is_in_force
+
     def count_prefilled(self) -> int:
         """Prompt tokens computed since the last call and never before: not again after a pre-emption."""
         new = max(0, min(self.num_computed, self.num_prompt) - self.num_prefilled)
         self.num_prefilled += new
         return new
+
+    def count_cached(self) -> int:
+        """Prompt tokens from the prefix cache since the last call; `count_prefilled` counts them too."""
+        new, self.num_cached = self.num_cached, 0
+        return new
+
+    def generated(self) -> NDArray[np.int64]:
+        """The generated tokens; a view."""
+        return self.tokens[self.num_prompt : self.length]
+
+    def inherit(self, num_tokens: int) -> None:
+        """The first `num_tokens` are in `spans` already: another sequence has computed them."""
+        self.num_computed = num_tokens
+        if num_tokens:
+            self.num_prefilled = self.num_prompt  # by that one
+
+    def followed_by(self, token: int) -> NDArray[np.int64]:
+        """The known tokens and one more, with room for others."""
+        tokens = np.empty(self.length + 64, np.int64)
+        tokens[: self.length] = self.tokens[: self.length]
+        tokens[self.length] = token
+        return tokens
+
+    def replace(self, tokens: NDArray[np.int64], length: int) -> None:
+        """Go on with other tokens; what was derived from the old ones is forgotten."""
+        self.tokens, self.length = tokens, length
+        self.num_prefilled = self.num_prompt
+        self.constraints = Constraints(self.request.params)
+        self.is_marked = False
 
     def append(self, token: int) -> None:
         """Add a generated token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -15,6 +16,8 @@ CACHE_MODES: Final = (0, 1, 2)
 DEFAULT_SPAN_TOKENS: Final = 32
 DEFAULT_MAX_BATCH: Final = 32
 DEFAULT_PREFILL_CHUNK: Final = 512
+DEFAULT_LORA_MAX_NUM: Final = 5
+DEFAULT_LORA_MAX_RANK: Final = 64
 
 
 class FinishReason(StrEnum):
@@ -27,6 +30,16 @@ class FinishReason(StrEnum):
     CACHE_MEMORY = "cache_memory"
     DEADLINE = "deadline"
     ERROR = "error"
+    PROBED = "probed"
+    INFERRED = "inferred"
+
+
+class Task(StrEnum):
+    """What is wanted of a request: tokens, only its prompt in the KV cache, or one forward pass over it."""
+
+    GENERATE = "generate"
+    PROBE = "probe"
+    INFER = "infer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,10 @@ class GenerationParams:
     `max_length` and `min_length` count prompt and generated tokens together; `max_length` exceeds the
     prompt. `eos_token_id` None: no such token. `do_sample` False or `temperature` below 1e-5: greedy.
     `top_k` 0: whole vocabulary. `top_p` outside (0, 1): off. `seed` is any 64-bit integer.
+
+    `num_return_sequences` sequences are drawn independently; `top_ks`, `top_ps`, `seeds` are empty or have
+    one element for each. `num_beams` > 1: beam search instead, of which that many best hypotheses are
+    returned; `early_stopping` and `length_penalty` then have the meaning they have in transformers.
     """
 
     max_length: int
@@ -53,6 +70,45 @@ class GenerationParams:
     presence_penalty: float = 0.0
     suppress_repetition: bool = False
     no_repeat_ngram_size: int = 0
+    num_return_sequences: int = 1
+    top_ks: tuple[int, ...] = ()
+    top_ps: tuple[float, ...] = ()
+    seeds: tuple[int, ...] = ()
+    num_beams: int = 1
+    length_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingRun:
+    """`values` [rows, hidden] float32 replace the embeddings of prompt tokens `start .. start+rows-1`."""
+
+    start: int
+    values: NDArray[np.float32]
+
+
+@dataclass(slots=True, eq=False)
+class AdapterLease:
+    """A request's hold on its adapter. `slot` is where the adapter lies, negative until it is in memory.
+
+    `digest`: hex, over the adapter's configuration and weights; empty until then. The engine thread's.
+    """
+
+    name: str
+    slot: int = -1
+    digest: str = ""
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether the adapter can be used."""
+        return self.slot >= 0
+
+    def enter_into_force(self, slot: int, digest: str) -> None:
+        """The adapter is in memory and stays there while the lease lasts."""
+        self.slot, self.digest = slot, digest
+
+    def retract(self) -> None:
+        """The lease is over."""
+        self.slot, self.digest = -1, ""
 
 
 @dataclass(slots=True)
@@ -61,6 +117,9 @@ class EngineRequest:
 
     `generated` holds the tokens that are already in the stream when the request is resumed here: they are
     not emitted again and count as generated. `arrival_s` and `deadline_s` are monotonic-clock seconds.
+    `lora_name`: its adapter, empty for the base model; the engine that takes the request fills in `adapter`.
+    `embeddings` are in order and do not overlap; `content_salt` is a hash of what the prompt's KV depends on
+    besides its ids (b"": nothing), so equal ids with different salts must not share KV.
     """
 
     request_id: str
@@ -71,6 +130,11 @@ class EngineRequest:
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
+    lora_name: str = ""
+    adapter: AdapterLease | None = None
+    task: Task = Task.GENERATE
+    embeddings: tuple[EmbeddingRun, ...] = ()
+    content_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +142,8 @@ class StepOutput:
     """New tokens of one request; `position` is the index of `tokens[0]` in the generated sequence.
 
     Every submitted request gets exactly one output whose `finish` is set. `message` says why it ended when
-    the reason alone does not (ERROR, CACHE_MEMORY, DEADLINE).
+    the reason alone does not (ERROR, CACHE_MEMORY, DEADLINE). `tensors`, only with `finish`, are what the
+    request produced besides its tokens: further sequences (int64), scores, states and logits (float32).
     """
 
     request_id: str
@@ -87,6 +152,7 @@ class StepOutput:
     tokens: list[int]
     finish: FinishReason | None = None
     message: str = ""
+    tensors: Mapping[str, NDArray[np.int64] | NDArray[np.float32]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +181,7 @@ class ModelFacts:
     weight_bytes: int
     digest: str
     cache_mode: int = 0
+    hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +218,8 @@ class ModelConfig:
     precise as the device has them; any other: products of numbers of that type, with fp32 sums. `max_length`
     0: the model's own. `max_batch` 0: 32. `span_size` tokens, 0: 32. `kv_bytes` 0: a bounded share of free
     memory. `num_threads` 0: as many as the process may use. `prefill_chunk`: prompt tokens computed per step.
+    `lora_names`: adapters to load with the model; `lora_roots`: directories that they and later ones are
+    searched in; at most `lora_max_num` are in memory at a time, of rank `lora_max_rank` or less.
     `cache_mode`: how K and V are stored, 0 in the model's dtype, 1 as int8, 2 as uint4.
     """
 
@@ -164,6 +233,10 @@ class ModelConfig:
     kv_bytes: int = 0
     num_threads: int = 0
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
+    lora_names: tuple[str, ...] = ()
+    lora_roots: tuple[str, ...] = ()
+    lora_max_num: int = DEFAULT_LORA_MAX_NUM
+    lora_max_rank: int = DEFAULT_LORA_MAX_RANK
     cache_mode: int = 0
 
     def __post_init__(self) -> None:
@@ -178,6 +251,8 @@ class ModelConfig:
         for name in ("max_length", "max_batch", "kv_bytes", "num_threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.lora_max_num < 0 or self.lora_max_rank < 1:
+            raise ValueError(f"limits on adapters: number {self.lora_max_num}, rank {self.lora_max_rank}")
         if self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1")
 

@@ -94,7 +94,17 @@ class Decoder:
     def blocks(
         self, ops: KernelOps, residual: torch.Tensor, step: StepTensors, cache: KVCache
     ) -> torch.Tensor:
-        """From embeddings [T, H] (overwritten) to logits, as `forward`; `step.ids` is not read.
+        """From embeddings [T, H] (overwritten) to logits, as `forward`; `step.ids` is not read."""
+        return self.logits(ops, self.hidden(ops, residual, step, cache))
+
+    def logits(self, ops: KernelOps, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] from hidden states [R, H] after the final norm."""
+        return ops.lm_head(hidden, self.lm_head)
+
+    def hidden(
+        self, ops: KernelOps, residual: torch.Tensor, step: StepTensors, cache: KVCache
+    ) -> torch.Tensor:
+        """From embeddings [T, H] (overwritten) to hidden states [R, H] after the final norm.
 
         While `step.last` is None, every computation is an operation of `ops` and tensors are only viewed in
         between: so the pass can be captured.
@@ -115,7 +125,7 @@ class Decoder:
             if layer.mlp_post_norm is not None:
                 x = ops.rms_norm(x, layer.mlp_post_norm, eps)
             x = add_norm(x, residual, next_norm, eps)
-        return ops.lm_head(x, self.lm_head)
+        return x
 
     def _attend(
         self,

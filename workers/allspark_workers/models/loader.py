@@ -19,7 +19,7 @@ from allspark_workers.models.decoder import Decoder, Layer
 from allspark_workers.models.families import FAMILIES
 from allspark_workers.models.gguf_file import GGUFFile
 from allspark_workers.models.hf_config import read_architecture
-from allspark_workers.models.rope import cos_sin_table, settled
+from allspark_workers.models.rope import cos_sin_table, half_split_rows, settled
 from allspark_workers.models.safetensors_source import SafetensorsSource
 from allspark_workers.models.source import WeightSource, digest_files
 
@@ -203,16 +203,7 @@ class _Builder:
         )
 
     def _half_split(self, stacked: torch.Tensor) -> torch.Tensor:
-        """Rows (or biases) of q, k, v [..., ...] so that a rotation pairs x[i] with x[i + R / 2]."""
-        arch = self._arch
-        if not arch.is_rope_interleaved:
-            return stacked
-        turned = (arch.num_heads + arch.num_kv_heads) * arch.head_dim
-        heads = stacked[:turned].reshape(-1, arch.head_dim, *stacked.shape[1:])
-        rotated = heads[:, : arch.rope.rotary_dim]
-        halves = torch.cat((rotated[:, 0::2], rotated[:, 1::2]), 1)
-        heads = torch.cat((halves, heads[:, arch.rope.rotary_dim :]), 1)
-        return torch.cat((heads.flatten(0, 1), stacked[turned:]))
+        return half_split_rows(self._arch, stacked)
 
     def _matrix(
         self,

@@ -28,6 +28,7 @@ class KernelOps:
     paged_attention: Callable[..., torch.Tensor] = kernels.paged_attention
     silu_mul: Callable[..., torch.Tensor] = kernels.silu_mul
     sample: Callable[..., torch.Tensor] = kernels.sample
+    lora_add: Callable[..., None] = kernels.lora_add
 
 
 DIRECT = KernelOps()
@@ -42,6 +43,7 @@ _TITLES = {
     "paged_attention": "PagedAttention",
     "silu_mul": "SiluMul",
     "sample": "Sample",
+    "lora_add": "LoraAdd",
 }
 
 

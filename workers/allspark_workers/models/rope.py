@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from allspark_workers.engine.errors import UnsupportedModelError
-from allspark_workers.models.architecture import ROPE_TYPES, RopeParams
+from allspark_workers.models.architecture import ROPE_TYPES, Architecture, RopeParams
 
 
 def settled(rope: RopeParams, max_length: int) -> RopeParams:
@@ -107,3 +107,15 @@ def _yarn_attention_factor(rope: RopeParams) -> float:
 
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def half_split_rows(arch: Architecture, stacked: torch.Tensor) -> torch.Tensor:
+    """Rows of q, k, v [rows, ...], or their biases, so that a rotation pairs x[i] with x[i + R / 2]."""
+    if not arch.is_rope_interleaved:
+        return stacked
+    turned = (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+    heads = stacked[:turned].reshape(-1, arch.head_dim, *stacked.shape[1:])
+    rotated = heads[:, : arch.rope.rotary_dim]
+    halves = torch.cat((rotated[:, 0::2], rotated[:, 1::2]), 1)
+    heads = torch.cat((halves, heads[:, arch.rope.rotary_dim :]), 1)
+    return torch.cat((heads.flatten(0, 1), stacked[turned:]))

@@ -1,4 +1,5 @@
 #include "attention.h"
+#include "kv_quant.h"
 #include "mathv.h"
 #include "ops.h"
 #include "pool.h"
@@ -271,8 +272,8 @@ static int prepare(struct walk *w, struct job *j, int64_t index) {
     w->cache = view_of(j, &w->item);
     int64_t state = state_size(s, w->vectors), q = w->vectors * w->dim;
     int64_t block = w->padded * BLOCK, scores = TILE_ROWS * BLOCK;
-    int64_t narrow = LANES * PANEL;
-    float *memory = pool_scratch((size_t)(block + scores + narrow + 2 * state + q) * sizeof(float));
+    int64_t narrow = LANES * PANEL, values = is_quantised(j->dtype) ? block : 0;
+    float *memory = pool_scratch((size_t)(block + scores + narrow + values + 2 * state + q) * sizeof(float));
     if (!memory) {
         j->failed = 1;
         return 0;
@@ -280,7 +281,8 @@ static int prepare(struct walk *w, struct job *j, int64_t index) {
     w->keys = memory;
     w->scores = w->keys + block;
     w->narrow = w->scores + scores;
-    w->q = w->narrow + narrow;
+    w->cache.values = w->narrow + narrow;
+    w->q = w->cache.values + values;
     w->part = state_at(w->q + q, w->vectors);
     w->total = state_at(w->q + q + state, w->vectors);
     for (int64_t first = 0; first < w->vectors;) {

@@ -45,6 +45,7 @@ struct cache_view {
     int64_t dtype, kv_heads, span_size, dim;
     const int32_t *spans; /* of the request */
     int64_t kv_head, end; /* end: keys that exist */
+    float *values; /* a quantised cache: the values of the current block, [BLOCK][padded dim] */
 };
 
 /* Memory of the block that comes next. It is asked for a few lines at a time between the pieces of work on
@@ -66,7 +67,8 @@ INLINE void fetch_some(struct fetch *f) {
     }
 }
 
-/* Keys [first, first + count) of a block, transposed to [dim][BLOCK]; columns of absent keys are zero. */
+/* Keys [first, first + count) of a block, transposed to [dim][BLOCK]; columns of absent keys are zero. From a
+ * quantised cache the values of these keys are loaded too, to c->values. */
 void load_keys(const struct cache_view *c, int64_t first, int64_t count, float *keys, struct fetch *f);
 
 /* The value rows of 16 keys, or what is left of a span, from key `first` on: `panel` floats of dimension

@@ -1,7 +1,7 @@
 /* Rotary embedding of q (in place) and k, and the write of k and v to the paged cache. */
+#include "kv_quant.h"
 #include "ops.h"
 #include "pool.h"
-#include "vec.h"
 
 enum { PARALLEL_ELEMENTS = 1 << 15, MAX_DIM = 512 /* checked by the binding */ };
 
@@ -11,7 +11,7 @@ struct rotary {
     int64_t ldq, ldk, ldv; /* floats from one token to the next; heads are contiguous */
     const float *cos_sin;  /* [max_pos][rotary_dim]: cosines, then sines */
     const int64_t *positions, *slots;
-    void *k_cache, *v_cache; /* [spans][kv_heads][span_size][dim] */
+    void *k_cache, *v_cache; /* [spans][kv_heads][span_size][dim], or quantised blocks [spans][kv_heads] */
     int64_t cache_dtype;
     int64_t tokens, q_heads, kv_heads, dim, rotary_dim, span_size;
 };
@@ -39,6 +39,17 @@ static void store_row(void *cache, int64_t index, int dtype, const float *x, int
     }
 }
 
+/* One head of one token to its slot. */
+static void store_head(const struct rotary *r, void *cache, int64_t slot, int64_t head, const float *x) {
+    int64_t span = slot / r->span_size, offset = slot % r->span_size, block = span * r->kv_heads + head;
+    if (is_quantised(r->cache_dtype)) {
+        char *at = (char *)cache + block * block_bytes(r->cache_dtype, r->dim, r->span_size);
+        store_quantised(at, r->cache_dtype, offset, r->span_size, x, r->dim);
+        return;
+    }
+    store_row(cache, (block * r->span_size + offset) * r->dim, (int)r->cache_dtype, x, r->dim);
+}
+
 static void rotary_token(void *context, int64_t token) {
     const struct rotary *r = context;
     const float *cos = r->cos_sin + r->positions[token] * r->rotary_dim;
@@ -48,13 +59,11 @@ static void rotary_token(void *context, int64_t token) {
         rotate(head, head, cos, half, dim);
     }
     if (slot < 0) return;
-    int64_t span = slot / r->span_size, offset = slot % r->span_size;
     for (int64_t h = 0; h < r->kv_heads; h++) {
         float turned[MAX_DIM];
-        int64_t index = ((span * r->kv_heads + h) * r->span_size + offset) * dim;
         rotate(r->k + token * r->ldk + h * dim, turned, cos, half, dim);
-        store_row(r->k_cache, index, (int)r->cache_dtype, turned, dim);
-        store_row(r->v_cache, index, (int)r->cache_dtype, r->v + token * r->ldv + h * dim, dim);
+        store_head(r, r->k_cache, slot, h, turned);
+        store_head(r, r->v_cache, slot, h, r->v + token * r->ldv + h * dim);
     }
 }
 

@@ -1,0 +1,182 @@
+"""Requests with adapters: logits equal peft's merged models, and neighbours change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allspark_workers.engine.engine import Engine
+from allspark_workers.engine.types import EngineRequest
+from engine_helpers import Collected, TinyModels, random_prompt, request
+from lora_helpers import ADAPTERS, merged, write_adapter
+
+Maker = Callable[..., Engine]
+# Families whose checkpoints hold fused matrices, or q and k in another order of rows.
+FUSED = {
+    "phi3": ["qkv_proj", "gate_up_proj", "o_proj"],
+    "glm": ["q_proj", "k_proj", "v_proj", "down_proj"],
+    "glm4": "all-linear",
+}
+PROMPTS = {n: random_prompt(n, seed=9) for n in (1, 33, 70)}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, tiny: TinyModels) -> Path:
+    """Every adapter for two models."""
+    where = tmp_path_factory.mktemp("adapters")
+    for variant in ("llama-tied", "qwen2"):
+        for name in ADAPTERS:
+            write_adapter(tiny, variant, name, where / variant)
+    for variant, modules in FUSED.items():
+        write_adapter(tiny, variant, "stable", where / variant, target_modules=modules)
+    return where
+
+
+def record_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
+    """A copy of the logits that each token of each request was drawn from."""
+    seen: dict[str, list[torch.Tensor]] = {}
+    sampler = engine._runner._sampler
+    original = sampler.sample
+
+    def sample(ops: Any, logits: torch.Tensor, sequences: list[Any]) -> list[int]:
+        for sequence, row in zip(sequences, logits, strict=True):
+            seen.setdefault(sequence.request_id, []).append(row.clone())
+        return original(ops, logits, sequences)
+
+    monkeypatch.setattr(sampler, "sample", sample)
+    return seen
+
+
+def run_until_idle(engine: Engine, requests: list[EngineRequest]) -> Any:
+    """As `run_all`, but waits for adapters that are being loaded."""
+    collected = Collected()
+    for item in requests:
+        engine.submit(item)
+    while len(collected.ends) < len(requests):
+        assert engine.wait_for_work(20.0), "nothing to do, but requests are open"
+        collected.add(engine.step())
+    engine.check()
+    return collected
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0]
+
+
+@pytest.mark.parametrize("variant", ["llama-tied", "qwen2"])
+def test_a_mixed_batch_equals_peft_merged_models(
+    variant: str, root: Path, tiny: TinyModels, make_engine: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Base and five adapters of different rank and reach at once, prompts in chunks, then decoding."""
+    engine = make_engine(variant, lora_roots=(str(root / variant),), prefill_chunk=48)
+    logits = record_logits(engine, monkeypatch)
+    models = {"": tiny.reference(variant)}
+    models |= {name: merged(tiny, variant, root / variant / name) for name in ADAPTERS}
+    requests = [
+        request(f"{name}/{n}", prompt, 6, lora_name=name) for name in models for n, prompt in PROMPTS.items()
+    ]
+    done = run_until_idle(engine, requests)
+    for name, model in models.items():
+        for n, prompt in PROMPTS.items():
+            key = f"{name}/{n}"
+            assert done.finish(key) == "length", done.ends[key]
+            want = reference_logits(model, prompt + done.tokens[key])[n - 1 : -1]
+            difference = (torch.stack(logits[key]) - want).abs().max().item()
+            assert difference <= 1e-4, f"{key}: {difference}"
+    base = done.tokens["/70"]
+    assert all(done.tokens[f"{name}/70"] != base for name in ADAPTERS), "an adapter changes nothing"
+
+
+@pytest.mark.parametrize("variant", list(FUSED))
+def test_fused_and_reordered_matrices(
+    variant: str, root: Path, tiny: TinyModels, make_engine: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(variant, lora_roots=(str(root / variant),))
+    logits = record_logits(engine, monkeypatch)
+    run_until_idle(engine, [request("r", PROMPTS[70], 1, lora_name="stable")])
+    want = reference_logits(merged(tiny, variant, root / variant / "stable"), PROMPTS[70])[-1]
+    difference = (logits["r"][0] - want).abs().max().item()
+    assert difference <= 1e-4, difference
+
+
+def test_neighbours_change_no_bit(root: Path, make_engine: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone without any adapter, alone with its own, or among all: the same logits, bit for bit."""
+    folder = str(root / "qwen2")
+    prompt = PROMPTS[33]
+    alone: dict[str, list[torch.Tensor]] = {}
+    plain = make_engine("qwen2", lora_max_num=0)
+    with monkeypatch.context() as patch:
+        seen = record_logits(plain, patch)
+        run_until_idle(plain, [request("", prompt, 8)])
+        alone |= seen
+    for name in ("stable", "patterns", "regex"):
+        engine = make_engine("qwen2", lora_roots=(folder,))
+        with monkeypatch.context() as patch:
+            seen = record_logits(engine, patch)
+            run_until_idle(engine, [request(name, prompt, 8, lora_name=name)])
+            alone |= seen
+    engine = make_engine("qwen2", lora_roots=(folder,), prefill_chunk=20)
+    together = record_logits(engine, monkeypatch)
+    noise = [request(f"n{n}", random_prompt(n, seed=n), 12, lora_name="plain") for n in (3, 60)]
+    noise += [request(f"b{n}", random_prompt(n, seed=n), 12) for n in (5, 40)]
+    run_until_idle(engine, noise + [request(name, prompt, 8, lora_name=name) for name in alone])
+    for name, rows in alone.items():
+        assert len(rows) == len(together[name]) == 8
+        assert all(torch.equal(a, b) for a, b in zip(rows, together[name], strict=True)), name
+
+
+def test_a_resumed_request_goes_on_with_its_adapter(root: Path, make_engine: Maker) -> None:
+    """On a worker that has never seen the adapter: it is loaded first."""
+    folder = str(root / "qwen2")
+    whole = run_until_idle(
+        make_engine("qwen2", lora_roots=(folder,)), [request("r", PROMPTS[33], 12, lora_name="stable")]
+    ).tokens["r"]
+    other = make_engine("qwen2", lora_roots=(folder,))
+    rest = run_until_idle(
+        other, [request("r", PROMPTS[33], 12, epoch=2, lora_name="stable", generated=whole[:5])]
+    )
+    assert rest.tokens["r"] == whole[5:]
+
+
+def test_a_preempted_request_keeps_its_adapter(root: Path, make_engine: Maker) -> None:
+    """Too few spans for both: the later one is computed again, and nothing of it changes."""
+    folder = str(root / "qwen2")
+    requests = [
+        request(f"r{i}", random_prompt(60, seed=i), 30, lora_name=name)
+        for i, name in enumerate(("stable", "plain"))
+    ]
+    roomy = run_until_idle(make_engine("qwen2", lora_roots=(folder,)), requests)
+    tight = make_engine(
+        "qwen2",
+        lora_roots=(folder,),
+        lora_names=("plain", "stable"),
+        span_size=16,
+        kv_bytes=10 * 16 * 768,
+    )
+    got = run_until_idle(tight, requests)
+    assert tight._scheduler.num_preemptions > 0
+    assert got.tokens == roomy.tokens
+    assert tight._adapters.num_leases("plain") == tight._adapters.num_leases("stable") == 0
+
+
+def test_the_profiler_names_the_adapters_part(root: Path, make_engine: Maker) -> None:
+    engine = make_engine("qwen2", lora_roots=(str(root / "qwen2"),))
+    engine.profile_enabled = True
+    run_until_idle(engine, [request("r", PROMPTS[1], 3, lora_name="plain")])
+    assert "LoraAdd" in engine.profile()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_stays_close(
+    dtype: str, root: Path, tiny: TinyModels, make_engine: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine("qwen2", dtype=dtype, lora_roots=(str(root / "qwen2"),))
+    logits = record_logits(engine, monkeypatch)
+    run_until_idle(engine, [request("r", PROMPTS[70], 1, lora_name="stable")])
+    want = reference_logits(merged(tiny, "qwen2", root / "qwen2" / "stable"), PROMPTS[70])[-1]
+    error = ((logits["r"][0] - want).norm() / want.norm()).item()
+    assert error < (0.03 if dtype == "bf16" else 0.004), error

@@ -1,0 +1,426 @@
+"""The prefix cache without a model: what is found was computed from the same tokens, and nothing leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from allspark_bus import prefix_keys
+from allspark_bus.prefix_keys import PrefixSalt
+from allspark_workers.engine import prefix_cache
+from allspark_workers.engine.pages import PageLedger
+from allspark_workers.engine.prefix_cache import PrefixCache
+from allspark_workers.engine.sequence import Sequence
+from engine_helpers import request
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from numpy.typing import NDArray
+
+SPAN = 4
+SALT = PrefixSalt("model", SPAN)
+Content = tuple[int, ...] | None
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 50.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Memory:
+    """Spans and host slots as the tokens whose K and V they hold; also the host tier's copies."""
+
+    def __init__(self, num_spans: int, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.spans: list[Content] = [None] * num_spans
+        self.slots: list[Content] = [None] * num_slots
+        self.num_saved = self.num_loaded = 0
+
+    def save(self, span: int, slot: int) -> None:
+        self.slots[slot] = self.spans[span]
+        self.num_saved += 1
+
+    def load(self, slot: int, span: int) -> None:
+        self.spans[span] = self.slots[slot]
+        self.slots[slot] = None  # whoever reads it again without saving first is found out
+        self.num_loaded += 1
+
+
+class Bench:
+    """A cache, and requests that start, compute and end the way the scheduler makes them."""
+
+    def __init__(self, spans: int = 12, slots: int = 0, ttl_s: float = 100.0) -> None:
+        self.clock = Clock()
+        self.ledger = PageLedger(spans)
+        self.memory = Memory(spans, slots)
+        self.cache = PrefixCache(self.ledger, SALT, ttl_s, self.clock, self.memory if slots else None)
+        self.running: list[Sequence] = []
+        self._serial = 0
+
+    def start(self, prompt: list[int], generated: list[int] | None = None) -> Sequence | None:
+        """Start a request if there is room; what it was given must be what its tokens give."""
+        self._serial += 1
+        item = request(f"r{self._serial}", prompt, max_length=10_000, generated=generated or [])
+        seq = Sequence(item, self._serial)
+        self.cache.expire()
+        chain = self.cache.match(seq)
+        missing, idle = self.cache.num_missing(seq, chain)
+        if missing > self.ledger.free - idle:
+            return None
+        seq.spans = self.cache.adopt(seq, chain)
+        self.cache.load_restored()
+        for span in seq.spans[len(chain) :]:
+            self.memory.spans[span] = None
+        self.verify(seq)
+        self.running.append(seq)
+        return seq
+
+    def verify(self, seq: Sequence) -> None:
+        for index in range(seq.num_computed // SPAN):
+            assert self.memory.spans[seq.spans[index]] == tuple(seq.tokens[: (index + 1) * SPAN].tolist())
+
+    def compute(self, seq: Sequence, count: int = 10_000) -> None:
+        """The next tokens of a request go through the model."""
+        self.cache.skip(seq)
+        end = min(seq.num_computed + count, seq.length)
+        for index in range(seq.num_computed // SPAN, end // SPAN):
+            assert self.ledger.num_holders(seq.spans[index]) == 1, "only the owner writes"
+            self.memory.spans[seq.spans[index]] = tuple(seq.tokens[: (index + 1) * SPAN].tolist())
+        seq.num_computed = end
+        self.cache.extend(seq)
+        self.verify(seq)
+
+    def end(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.ledger.release(seq.request_id)
+        self.cache.leave(seq)
+
+    def run(self, prompt: list[int]) -> int:
+        """Serve a request from start to end; how many of its tokens came from the cache."""
+        seq = self.start(prompt)
+        assert seq is not None
+        cached = seq.num_computed
+        self.compute(seq)
+        self.end(seq)
+        self.check()
+        return cached
+
+    def check(self) -> None:
+        self.ledger.check()
+        self.cache.check()
+
+
+def test_the_longest_chain_of_full_spans_is_found_and_the_last_token_is_left() -> None:
+    bench = Bench()
+    prompt = list(range(10))
+    assert bench.run(prompt) == 0
+    assert bench.run(prompt) == 8
+    assert bench.run(prompt[:8]) == 4, "the last token gives the logits"
+    assert bench.run(prompt[:9]) == 8
+    assert bench.run(prompt[:3]) == 0
+    assert bench.run([*prompt[:4], 99, *prompt[5:]]) == 4
+    assert bench.run([99, *prompt[1:]]) == 0
+    assert bench.run(prompt[4:8] + prompt[4:8] + [1]) == 0, "the same span behind another chain"
+
+
+def test_generated_tokens_are_neither_cached_nor_served() -> None:
+    bench = Bench()
+    seq = bench.start([1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12])
+    assert seq is not None
+    bench.compute(seq)
+    bench.end(seq)
+    assert len(bench.cache) == 1
+    assert bench.run([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
+    resumed = bench.start([1, 2, 3, 4], [5, 6])
+    assert resumed is not None and resumed.num_computed == 4, (
+        "with a token behind it the whole prompt may come"
+    )
+
+
+def test_requests_that_run_at_once_share_what_is_computed() -> None:
+    bench = Bench(spans=20)
+    prompt = list(range(9))
+    first = bench.start(prompt)
+    second = bench.start(prompt)
+    assert first is not None and second is not None and second.num_computed == 0
+    bench.compute(first, 4)
+    third = bench.start(prompt)
+    assert third is not None and third.num_computed == 4
+    bench.compute(first, 4)
+    bench.compute(second, 1)  # takes over both spans of the first one, and computes the last token
+    assert second.num_computed == 9 and second.count_cached() == 8
+    assert second.spans[:2] == first.spans[:2] and third.spans[:1] == first.spans[:1]
+    assert bench.ledger.used == 2 + 1 + 1 + 2
+    for seq in (first, second, third):
+        bench.end(seq)
+        bench.check()
+    assert bench.ledger.num_idle == 2
+
+
+def test_the_same_span_computed_twice_is_kept_once() -> None:
+    bench = Bench(spans=20)
+    prompt = list(range(9))
+    pair = [bench.start(prompt), bench.start(prompt)]
+    for seq in pair:
+        assert seq is not None
+        bench.cache.skip(seq)
+    for seq in pair:  # one step computes both before either is committed
+        assert seq is not None
+        for index in range(2):
+            bench.memory.spans[seq.spans[index]] = tuple(prompt[: (index + 1) * SPAN])
+        seq.num_computed = 9
+    for seq in pair:
+        assert seq is not None
+        bench.cache.extend(seq)
+        bench.verify(seq)
+    assert len(bench.cache) == 2 and bench.ledger.used == 4
+    for seq in pair:
+        assert seq is not None
+        bench.end(seq)
+    bench.check()
+
+
+def test_the_time_to_live_counts_from_the_last_use() -> None:
+    bench = Bench(ttl_s=10.0)
+    prompt = list(range(9))
+    bench.run(prompt)
+    bench.clock.now_s += 9.9
+    assert bench.run(prompt) == 8
+    bench.clock.now_s += 9.9
+    assert bench.run(prompt[:5]) == 4
+    bench.clock.now_s += 0.2  # the second span has not been used for 10.1 s, the first for 0.2 s
+    assert bench.run(prompt) == 4
+    long = bench.start(prompt)
+    assert long is not None
+    bench.clock.now_s += 1000.0
+    assert bench.run(prompt) == 8, "what is in use does not expire"
+    bench.end(long)
+    assert bench.cache.next_expiry_s() == bench.clock.now_s + 10.0
+    bench.clock.now_s += 10.0
+    bench.cache.expire()
+    assert (len(bench.cache), bench.ledger.num_idle, bench.cache.next_expiry_s()) == (0, 0, None)
+    bench.check()
+
+
+def test_without_a_time_to_live_only_live_requests_share() -> None:
+    bench = Bench(ttl_s=0.0, slots=4)
+    prompt = list(range(9))
+    first = bench.start(prompt)
+    assert first is not None
+    bench.compute(first)
+    second = bench.start(prompt)
+    assert second is not None and second.num_computed == 8
+    bench.end(first)
+    assert bench.run(prompt) == 8, "the second one still uses it"
+    bench.end(second)
+    assert len(bench.cache) == 0 and bench.ledger.num_idle == 0
+    assert bench.run(prompt) == 0
+    assert bench.memory.num_saved == 0
+
+
+def test_memory_pressure_evicts_the_least_recently_used_and_its_end_first() -> None:
+    bench = Bench(spans=6)
+    a, b = [1] * 9, [2] * 9
+    bench.run(a)
+    bench.run(b)
+    bench.run(a)
+    assert bench.ledger.num_idle == 4 and bench.ledger.free == 6, "idle spans count as free"
+    big = bench.start([3] * 12)
+    assert big is not None
+    bench.end(big)
+    assert len(bench.cache) == 3, "one span more than was free"
+    assert bench.run(b) == 4
+    assert bench.run(a) == 8
+
+
+def test_spans_in_use_are_not_evicted() -> None:
+    bench = Bench(spans=4)
+    prompt = list(range(9))
+    seq = bench.start(prompt)
+    assert seq is not None
+    bench.compute(seq)
+    assert bench.start([7] * 8) is None
+    assert bench.start([7] * 4) is not None
+    bench.verify(seq)
+    bench.check()
+
+
+def test_what_is_evicted_comes_back_from_the_host() -> None:
+    bench = Bench(spans=4, slots=5)
+    a, b = list(range(13)), list(range(20, 33))
+    bench.run(a)
+    bench.run(b)
+    assert (bench.cache.num_on_host, bench.memory.num_saved) == (3, 3)
+    assert bench.run(a[:9]) == 8
+    assert bench.memory.num_loaded == 2
+    assert bench.run(a) == 12
+
+
+def test_the_host_tier_keeps_the_most_recently_used() -> None:
+    bench = Bench(spans=3, slots=2)
+    for value in range(4):
+        bench.run([value] * 9)
+    assert bench.cache.num_on_host == 2
+    assert bench.run([2] * 9) == 8 and bench.memory.num_loaded == 2
+    assert bench.run([0] * 9) == 0
+
+
+def test_the_host_tier_obeys_the_time_to_live() -> None:
+    bench = Bench(spans=3, slots=4, ttl_s=10.0)
+    bench.run([1] * 9)
+    bench.run([2] * 9)
+    bench.clock.now_s += 10.0
+    bench.cache.expire()
+    assert len(bench.cache) == bench.cache.num_on_host == 0
+    assert bench.run([1] * 9) == 0
+    bench.check()
+
+
+def test_what_has_expired_is_not_worth_a_copy() -> None:
+    bench = Bench(spans=3, slots=4, ttl_s=10.0)
+    bench.run([1] * 9)
+    bench.clock.now_s += 10.0
+    assert bench.ledger.allocate("other", 3) is not None
+    assert bench.memory.num_saved == 0 and len(bench.cache) == 0
+
+
+@pytest.fixture
+def weak_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys of one depth collide."""
+
+    def span_keys(salt: PrefixSalt, tokens: NDArray[np.int64]) -> Iterator[bytes]:
+        for index in range(len(tokens) // salt.span_size):
+            yield bytes([index])
+
+    monkeypatch.setattr(prefix_cache, "span_keys", span_keys)
+
+
+def test_a_collision_of_keys_is_caught_by_the_tokens(weak_keys: None) -> None:
+    bench = Bench()
+    a, b = list(range(13)), list(range(4)) + list(range(104, 113))
+    assert bench.run(a) == 0
+    assert bench.run(b) == 4, "the first span is the same, the second one only has the same key"
+    assert bench.run([9] * 13) == 0
+    assert bench.run(a) == 12
+    assert len(bench.cache) == 3
+
+
+def test_a_collision_behind_another_chain_is_caught(weak_keys: None) -> None:
+    """Same key and same tokens in the second span, but what comes before it differs."""
+    bench = Bench(spans=4)
+    assert bench.run([1, 1, 1, 1, 5, 5, 5, 5, 0]) == 0
+    seq = bench.start([2] * 13)  # pushes one span out: the end of the chain
+    assert seq is not None
+    bench.end(seq)
+    assert bench.run([2, 2, 2, 2, 5, 5, 5, 5, 0]) == 0
+
+
+@pytest.mark.parametrize(
+    "salt",
+    [
+        PrefixSalt("other", SPAN),
+        PrefixSalt("model", SPAN, adapter="a"),
+        PrefixSalt("model", SPAN, cache_mode=1),
+        PrefixSalt("model", SPAN, embeddings="1f"),
+    ],
+)
+def test_another_salt_finds_nothing(salt: PrefixSalt, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    prompt = list(range(9))
+    bench.run(prompt)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.cache, "_salt_of", lambda seq: salt)
+        assert bench.run(prompt) == 0
+    assert bench.run(prompt) == 8
+
+
+def test_clearing_leaves_running_requests_alone() -> None:
+    bench = Bench(slots=2)
+    prompt = list(range(17))
+    seq = bench.start(prompt)
+    assert seq is not None
+    bench.compute(seq, 8)
+    bench.cache.clear()
+    bench.check()
+    bench.compute(seq)
+    bench.end(seq)
+    bench.check()
+    assert bench.run(prompt) == 0 and bench.run(prompt) == 16
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=5).flatmap(
+    lambda blocks: st.integers(1, SPAN).map(
+        lambda rest: [b for b in blocks for _ in range(SPAN)] + [7] * rest
+    )
+)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Requests come, compute and end at any stage, time passes, memory is short: contents stay right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench(spans=11, slots=3, ttl_s=10.0)
+
+    @rule(prompt=PROMPTS, generated=st.integers(0, 5))
+    def start(self, prompt: list[int], generated: int) -> None:
+        self.bench.start(prompt, [9] * generated)
+
+    @precondition(lambda self: self.bench.running)
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def compute(self, data: st.DataObject, count: int) -> None:
+        seq = data.draw(st.sampled_from(self.bench.running))
+        if seq.num_remaining:
+            self.bench.compute(seq, count)
+
+    @precondition(lambda self: self.bench.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.bench.end(data.draw(st.sampled_from(self.bench.running)))
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 4.0, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.bench.clock.now_s += seconds
+
+    @rule(count=st.integers(1, 11))
+    def press(self, count: int) -> None:
+        spans = self.bench.ledger.allocate("pressure", count)
+        for span in spans or ():
+            self.bench.memory.spans[span] = None
+        self.bench.ledger.release("pressure")
+
+    @invariant()
+    def balances(self) -> None:
+        self.bench.check()
+        for seq in self.bench.running:
+            self.bench.verify(seq)
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+class CollidingMachine(CacheMachine):
+    """The same with keys of one bit per span."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: Callable[..., Iterator[bytes]] = prefix_keys.span_keys
+        prefix_cache.span_keys = self._weak  # type: ignore[assignment]
+
+    def _weak(self, salt: PrefixSalt, tokens: NDArray[np.int64]) -> Iterator[bytes]:
+        for key in self._keys(salt, tokens):
+            yield bytes([key[0] & 1])
+
+    def teardown(self) -> None:
+        prefix_cache.span_keys = prefix_keys.span_keys
+
+
+TestCollidingMachine = CollidingMachine.TestCase
+TestCollidingMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
