@@ -16,7 +16,7 @@ from allspark.cli.fleets import common_args, load_models, show_line, worker_args
 from allspark.cli.models import LocalModel, resolve
 from allspark.cli.process import choose_kernels
 from allspark.cli.settings import BenchSettings
-from allspark.client import AllSparkError, ModelOptions
+from allspark.client import CACHE_MODES, AllSparkError, ModelOptions
 from allspark.launcher import Fleet, FleetOptions, LaunchError
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def run(argv: Sequence[str]) -> int:
     )
     try:
         with Fleet(options, show_line) as fleet:
-            load_models(fleet, [model], ModelOptions(max_batch=max(batches)))
+            built_as = ModelOptions(max_batch=max(batches), cache_mode=CACHE_MODES[settings.cache_mode])
+            load_models(fleet, [model], built_as)
             rows = _measure(settings, model, fleet, batches)
     except (LaunchError, AllSparkError) as error:
         raise CommandError(f"allspark bench: {error}") from error
@@ -86,6 +87,7 @@ def _measure(settings: BenchSettings, model: LocalModel, fleet: Fleet, batches: 
         device=f"{settings.device}:0" if settings.device == "cuda" else settings.device,
         dtype=settings.dtype,
         max_batch=max(batches),
+        cache_mode=CACHE_MODES[settings.cache_mode],
         kv_bytes=int(settings.kv_memory or 0),
         num_threads=settings.num_threads,
     )

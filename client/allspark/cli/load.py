@@ -5,14 +5,17 @@ from collections.abc import Sequence
 from allspark.cli.console import activity, out
 from allspark.cli.errors import CommandError
 from allspark.cli.settings import LoadSettings
-from allspark.client import AllSparkError, Client, ModelOptions
+from allspark.client import CACHE_MODES, AllSparkError, Client, ModelOptions
 
 
 def run(argv: Sequence[str]) -> int:
     """Load them one after the other; 0 when all serve."""
     settings = LoadSettings.load(argv)
     options = ModelOptions(
-        compute_unit=settings.compute_unit, max_length=settings.max_length, max_batch=settings.max_batch
+        compute_unit=settings.compute_unit,
+        max_length=settings.max_length,
+        max_batch=settings.max_batch,
+        cache_mode=CACHE_MODES[settings.cache_mode],
     )
     with Client(settings.grpc, model_timeout_s=settings.timeout_s) as client:
         for text in settings.model:

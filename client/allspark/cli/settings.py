@@ -17,6 +17,7 @@ from allspark_bus.setting_types import (
 from allspark_bus.settings import Alias, Positional, Settings
 from pydantic import Field, model_validator
 
+CacheModeName = Literal["default", "int8", "uint4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Natural = Annotated[int, Field(ge=0), Metavar("N")]
 
@@ -66,6 +67,9 @@ class UpSettings(FleetSettings):
     """Longest request of the models started here, in tokens, prompt included; 0: the model's own limit."""
     max_batch: Natural = 0
     """Requests that a worker decodes together; 0: 32."""
+    cache_mode: CacheModeName = "default"
+    """How K and V of the models are kept: default in the model's number format; int8 and uint4 hold about two
+    and four times as many tokens, less exactly."""
     profile: bool = False
     """Measure every operator for GetOpProfilingInfo."""
     allow_remote: bool = False
@@ -93,6 +97,9 @@ class LoadSettings(Settings):
     """Longest request in tokens, prompt included; 0: the model's own limit."""
     max_batch: Natural = 0
     """Requests that a worker decodes together; 0: 32."""
+    cache_mode: CacheModeName = "default"
+    """How K and V of the models are kept: default in the model's number format; int8 and uint4 hold about two
+    and four times as many tokens, less exactly."""
     timeout_s: Seconds = 600.0
     """How long one model may take to load."""
 
@@ -225,6 +232,9 @@ class BenchSettings(FleetSettings):
     """Length of each random prompt."""
     new_tokens: Annotated[int, Field(ge=2), Metavar("N")] = 128
     """Tokens to generate for each prompt; the end-of-text token is ignored."""
+    cache_mode: CacheModeName = "default"
+    """How K and V of the model are kept: default in the model's number format; int8 and uint4 hold about two
+    and four times as many tokens, less exactly."""
     repeat: Count = 5
     """Measurements of each kind; engine and fleet take turns, and the median is reported."""
     seed: Annotated[int, Metavar("N")] = 0

@@ -14,7 +14,7 @@ from allspark.cli.errors import CommandError
 from allspark.cli.fleets import common_args, load_models, show_line, worker_args
 from allspark.cli.models import LocalModel, resolve_all
 from allspark.cli.settings import UpSettings
-from allspark.client import ModelOptions
+from allspark.client import CACHE_MODES, ModelOptions
 from allspark.launcher import Fleet, FleetOptions, LaunchError
 
 
@@ -36,7 +36,12 @@ def _serve(fleet: Fleet, settings: UpSettings, models: Sequence[LocalModel]) -> 
     try:
         with activity("starting the fleet"):
             fleet.start()
-        load_models(fleet, models, ModelOptions(max_length=settings.max_length, max_batch=settings.max_batch))
+        options = ModelOptions(
+            max_length=settings.max_length,
+            max_batch=settings.max_batch,
+            cache_mode=CACHE_MODES[settings.cache_mode],
+        )
+        load_models(fleet, models, options)
         _show_status(fleet, models)
         fleet.wait()
     except KeyboardInterrupt:

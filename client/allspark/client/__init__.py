@@ -15,10 +15,11 @@ client's own cursor makes every token arrive exactly once. Imports the contracts
 
 from allspark.client.aio import AsyncClient, AsyncRequest
 from allspark.client.errors import AllSparkError, FleetUnavailable, RequestInterrupted, StatusError
-from allspark.client.options import GenerateOptions, ModelOptions
+from allspark.client.options import CACHE_MODES, GenerateOptions, ModelOptions
 from allspark.client.sync import Client, Request
 
 __all__ = [
+    "CACHE_MODES",
     "AllSparkError",
     "AsyncClient",
     "AsyncRequest",

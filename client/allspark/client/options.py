@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from allspark_proto import allspark_service_pb2 as pb
 
+CACHE_MODES = {"default": 0, "int8": 1, "uint4": 2}
+"""Numbers of ``ModelOptions.cache_mode`` by name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
@@ -82,7 +85,8 @@ class ModelOptions:
     """How to build a model; an empty or zero value lets the fleet choose.
 
     ``compute_unit`` is ``CPU:0`` or ``CUDA:0``; ``max_length`` is in tokens, prompt included; ``span_size``
-    is in tokens; ``prefix_cache_ttl_s`` in seconds.
+    is in tokens; ``prefix_cache_ttl_s`` in seconds. ``cache_mode`` says how K and V are kept: 0 in the
+    model's number format, 1 as int8, 2 as uint4 (see CACHE_MODES).
     """
 
     weights_path: str = ""
