@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 MAX_WORDS = 1024
 MAX_WORD_TOKENS = 1024
+MAX_ADAPTER_NAME_BYTES = 512
 #: A prompt leaves room for two tokens, as upstream requires.
 PROMPT_HEADROOM = 2
 
@@ -44,6 +45,12 @@ def check_request(request: pb.StartRequestRequest, facts: fleet.ModelFacts) -> N
     _check_ranges(request.config, facts.vocab_size)
 
 
+def check_adapter_name(field: str, name: str) -> None:
+    """Raises ParamError for what can be no name of an adapter; workers say whether there is one."""
+    if len(name.encode()) > MAX_ADAPTER_NAME_BYTES or "\0" in name:
+        raise ParamError(f"{field}: a name has at most {MAX_ADAPTER_NAME_BYTES} bytes, none of them zero")
+
+
 def _check_supported(request: pb.StartRequestRequest) -> None:
     config = request.config
     unsupported = {
@@ -55,7 +62,6 @@ def _check_supported(request: pb.StartRequestRequest) -> None:
         "top_p_arr": bool(config.top_p_arr),
         "seed_arr": bool(config.seed_arr),
         "probe_only": config.probe_only,
-        "lora_name": bool(config.lora_name),
         "response_format": bool(config.response_format.get("type")),
     }
     for name, is_used in unsupported.items():

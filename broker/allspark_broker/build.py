@@ -3,13 +3,16 @@
 import re
 from collections.abc import Iterable
 
-from allspark_bus.errors import FileError, ParamError
+from allspark_bus.errors import FileError, LimitError, ParamError
 from allspark_proto import allspark_service_pb2 as pb
+
+from allspark_broker.admission import check_adapter_name
 
 SPAN_SIZES = (0, 16, 32, 64, 128)
 CACHE_MODES = (0, 1, 2)
 PRECISIONS = ("", "highest", "high", "medium", "medium_bf16", "medium_fp16")
 MAX_NAME_BYTES = 128
+MAX_ADAPTERS = 1024
 _COMPUTE_UNIT = re.compile(r"(CPU|CUDA):(\d+(?:,\d+)*)\Z")
 
 
@@ -35,10 +38,14 @@ def check_config(config: pb.ModelStructConfig) -> None:
         raise ParamError(
             f"engine_max_length is {config.engine_max_length}; at least 3, or 0 for the model's own"
         )
-    if config.lora_names.names:
-        raise ParamError("lora_names is not supported by this version; leave it out")
     if config.cache_mode not in CACHE_MODES:
         raise ParamError(f"cache_mode is {config.cache_mode}, legal are 0, 1 (int8), 2 (uint4)")
+    if len(config.lora_names.names) > MAX_ADAPTERS:
+        raise LimitError(f"lora_names has {len(config.lora_names.names)} names, the limit is {MAX_ADAPTERS}")
+    for name in config.lora_names.names:
+        check_adapter_name("lora_names", name)
+        if not name:
+            raise ParamError("lora_names holds an empty name")
     if config.prefix_cache_ttl < 0:
         raise ParamError(f"prefix_cache_ttl is {config.prefix_cache_ttl}; it must not be negative")
 

@@ -21,6 +21,7 @@ from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from google.protobuf.message import DecodeError
 
+from allspark_broker.adapters import AdapterCheck
 from allspark_broker.affinity import PrefixAffinity
 from allspark_broker.calls import Calls, Controls, denied_busy
 from allspark_broker.dispatcher import Dispatcher
@@ -63,9 +64,12 @@ class Broker:
         self._lifecycle = Lifecycle(
             Catalogue(self._store), self._ledger, self._table, self._nudge, settings.drain_s
         )
-        self._requests = Requests(self._ledger, self._dispatcher, self._lifecycle, settings.max_uuid_bytes)
-        self._stats = EngineStats()
         self._controls = Controls(self._link.send)
+        adapters = AdapterCheck(self._table, self._controls.call)
+        self._requests = Requests(
+            self._ledger, self._dispatcher, self._lifecycle, adapters, settings.max_uuid_bytes
+        )
+        self._stats = EngineStats()
         self._calls = Calls(
             self._requests,
             self._lifecycle,

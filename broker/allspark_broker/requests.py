@@ -3,12 +3,13 @@
 import logging
 
 from allspark_bus import keys
-from allspark_bus.errors import Denied, ParamError, UnknownRequest
+from allspark_bus.errors import Denied, FleetError, ParamError, UnknownRequest
 from allspark_bus.ledger import Ending, Entry, Ledger, now_ms
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
 from allspark_broker import admission
+from allspark_broker.adapters import AdapterCheck
 from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.lifecycle import Lifecycle
 
@@ -21,11 +22,17 @@ class Requests:
     """Admission, and ending requests from outside."""
 
     def __init__(
-        self, ledger: Ledger, dispatcher: Dispatcher, lifecycle: Lifecycle, max_uuid_bytes: int
+        self,
+        ledger: Ledger,
+        dispatcher: Dispatcher,
+        lifecycle: Lifecycle,
+        adapters: AdapterCheck,
+        max_uuid_bytes: int,
     ) -> None:
         self._ledger = ledger
         self._dispatcher = dispatcher
         self._lifecycle = lifecycle
+        self._adapters = adapters
         self._max_uuid_bytes = max_uuid_bytes
         self.accepted_total = 0
         self.denied_total = 0
@@ -38,8 +45,10 @@ class Requests:
         rid = keys.request_id(envelope.tenant, uuid)
         digest = admission.digest(request)
         try:
-            self._check(request, envelope, rid)
-        except (Denied, ParamError) as e:
+            if request.config.lora_name:
+                await self._check_adapter(request)
+            self._check(request, envelope, rid)  # last: nothing may change between this and the reservation
+        except FleetError as e:
             # A retry of an accepted request gets its answer again, whatever has changed since.
             if await self._ledger.is_same(rid, digest):
                 return fleet.Reply(uuid=uuid)
@@ -47,6 +56,11 @@ class Requests:
             raise
         await self._record(envelope, rid, digest)
         return fleet.Reply(uuid=uuid)
+
+    async def _check_adapter(self, request: pb.StartRequestRequest) -> None:
+        name = request.config.lora_name
+        admission.check_adapter_name("lora_name", name)
+        await self._adapters.check(self._lifecycle.serving(request.model_name), name)
 
     def _check(self, request: pb.StartRequestRequest, envelope: fleet.Envelope, rid: str) -> None:
         record = self._lifecycle.serving(request.model_name)

@@ -515,6 +515,7 @@ class ControlCall(_message.Message):
     GET_OP_PROFILING_INFO_FIELD_NUMBER: _builtins.int
     GET_FILE_INFORMATION_FIELD_NUMBER: _builtins.int
     GET_ENGINE_STAT_FIELD_NUMBER: _builtins.int
+    CHECK_ADAPTER_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.str
     @_builtins.property
     def get_op_profiling_info(self) -> _allspark_service_pb2.ModelName: ...
@@ -522,6 +523,8 @@ class ControlCall(_message.Message):
     def get_file_information(self) -> _allspark_service_pb2.FileInformationRequest: ...
     @_builtins.property
     def get_engine_stat(self) -> _allspark_service_pb2.ModelName: ...
+    @_builtins.property
+    def check_adapter(self) -> Global___CheckAdapter: ...
     def __init__(
         self,
         *,
@@ -529,16 +532,41 @@ class ControlCall(_message.Message):
         get_op_profiling_info: _allspark_service_pb2.ModelName | None = ...,
         get_file_information: _allspark_service_pb2.FileInformationRequest | None = ...,
         get_engine_stat: _allspark_service_pb2.ModelName | None = ...,
+        check_adapter: Global___CheckAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "check_adapter", b"check_adapter", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "correlation_id", b"correlation_id", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "check_adapter", b"check_adapter", "correlation_id", b"correlation_id", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["get_op_profiling_info", "get_file_information", "get_engine_stat"]  # noqa: Y015
+    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["get_op_profiling_info", "get_file_information", "get_engine_stat", "check_adapter"]  # noqa: Y015
     _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
 
 Global___ControlCall: _TypeAlias = ControlCall  # noqa: Y015
+
+@_typing.final
+class CheckAdapter(_message.Message):
+    """Whether requests may name this LoRA adapter; a status and reason if not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    model_name: _builtins.str
+    lora_name: _builtins.str
+    def __init__(
+        self,
+        *,
+        model_name: _builtins.str = ...,
+        lora_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora_name", b"lora_name", "model_name", b"model_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckAdapter: _TypeAlias = CheckAdapter  # noqa: Y015
 
 @_typing.final
 class FromWorker(_message.Message):

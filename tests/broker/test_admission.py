@@ -126,7 +126,6 @@ ILLEGAL = [
     ("top_p_arr", request(top_p_arr=[0.5]), 2, "top_p_arr"),
     ("seed_arr", request(seed_arr=[1]), 2, "seed_arr"),
     ("probe_only", request(probe_only=True), 2, "probe_only"),
-    ("lora_name", request(lora_name="x"), 2, "lora_name"),
     ("response_format", request(response_format={"type": "json_object"}), 2, "response_format"),
     ("ModelInference", pb.StartRequestRequest(infer_type=pb.ModelInference), 2, "ModelInference"),
     ("rich text", pb.StartRequestRequest(mm_type=pb.MultiMediaTypeRichText), 2, "rich text"),

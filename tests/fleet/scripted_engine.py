@@ -2,7 +2,9 @@
 
 Run as a program it is a worker process: `python scripted_engine.py <flags of allspark worker>`. The model
 file is JSON: {"vocab": 1000, "max_length": 512, "max_batch": 8, "step_s": 0.0, "fail": "", "poison": [ids]}.
-A request whose prompt starts with an id of "poison" kills the process at its second step.
+A request whose prompt starts with an id of "poison" kills the process at its second step. Adapters
+"unreadable", "large" and "unsupported" are bad in the way they say, "missing" and those with a file NAME.gone
+are not there.
 """
 
 import json
@@ -13,7 +15,13 @@ import time
 import zlib
 from pathlib import Path
 
-from allspark_workers.engine.errors import ModelIOError, ModelMemoryError
+from allspark_workers.engine.errors import (
+    AdapterLimitError,
+    AdapterNotFoundError,
+    ModelIOError,
+    ModelMemoryError,
+    UnsupportedModelError,
+)
 from allspark_workers.engine.types import (
     EngineRequest,
     EngineStat,
@@ -29,9 +37,11 @@ from allspark_workers.settings import WorkerSettings
 SPAN = 16
 
 
-def expected_tokens(prompt: list[int], count: int, vocab: int = 1000, seed: int = 0) -> list[int]:
+def expected_tokens(
+    prompt: list[int], count: int, vocab: int = 1000, seed: int = 0, lora: str = ""
+) -> list[int]:
     """What the scripted engine generates; ids are never 0, so eos 0 does not end a request by chance."""
-    base = zlib.crc32(b",".join(b"%d" % t for t in prompt)) ^ (seed & 0xFFFFFFFF)
+    base = zlib.crc32(b",".join(b"%d" % t for t in prompt)) ^ (seed & 0xFFFFFFFF) ^ zlib.crc32(lora.encode())
     return [1 + zlib.crc32(b"%d:%d" % (base, i)) % (vocab - 1) for i in range(count)]
 
 
@@ -42,7 +52,9 @@ class _Running:
         self.held = False
         self.cancelled = False
         total = request.params.max_length - len(request.prompt)
-        self.plan = expected_tokens(request.prompt.tolist(), total, seed=request.params.seed)
+        self.plan = expected_tokens(
+            request.prompt.tolist(), total, seed=request.params.seed, lora=request.lora_name
+        )
 
 
 class ScriptedEngine:
@@ -50,6 +62,7 @@ class ScriptedEngine:
 
     def __init__(self, config: ModelConfig, options: dict) -> None:  # type: ignore[type-arg]
         self.options = options
+        self.path = config.model_path
         max_length = config.max_length or options.get("max_length", 512)
         self.facts = ModelFacts(
             "scripted",
@@ -74,6 +87,8 @@ class ScriptedEngine:
         self._generated = 0
         self._last_step_s = 0.0
         self._poisoned = 0
+        for name in config.lora_names:
+            self.check_adapter(name)
 
     def start(self) -> None:
         if self.options.get("fail") == "start":
@@ -86,6 +101,16 @@ class ScriptedEngine:
         with self._lock:
             self._requests[request.request_id] = _Running(request)
             self._lock.notify_all()
+
+    def check_adapter(self, name: str) -> None:
+        if name == "missing" or (Path(self.path).parent / f"{name}.gone").exists():
+            raise AdapterNotFoundError(f"no adapter {name!r}")
+        if name == "unreadable":
+            raise ModelIOError(f"{name} cannot be read")
+        if name == "large":
+            raise AdapterLimitError("rank 100, the limit is 64")
+        if name == "unsupported":
+            raise UnsupportedModelError("use_dora is not supported")
 
     def cancel(self, request_id: str) -> None:
         with self._lock:

@@ -93,7 +93,11 @@ BAD_BUILDS = [
     ({"cache_span_size": 17}, PARAM, "cache_span_size"),
     ({"cache_mode": 3}, PARAM, "cache_mode is 3, legal are 0, 1 (int8), 2 (uint4)"),
     ({"cache_mode": -1}, PARAM, "cache_mode is -1"),
-    ({"lora_names": {"names": ["a"]}}, PARAM, "lora_names"),
+    ({"lora_names": {"names": [""]}}, PARAM, "lora_names holds an empty name"),
+    ({"lora_names": {"names": ["x" * 513]}}, PARAM, "lora_names"),
+    ({"lora_names": {"names": ["missing"]}}, PARAM, "no adapter 'missing'"),
+    ({"lora_names": {"names": ["unreadable"]}}, IO, "cannot be read"),
+    ({"lora_names": {"names": ["large"]}}, pb.ALLSPARK_EXCEED_LIMIT_ERROR, "the limit is 64"),
 ]
 
 

@@ -69,6 +69,7 @@ def engine_request(dispatch: fleet.Dispatch, generated: list[int], facts: ModelF
         priority=dispatch.priority,
         arrival_s=now_s,
         deadline_s=deadline_s,
+        lora_name=dispatch.request.config.lora_name,
     )
 
 
@@ -94,6 +95,10 @@ def model_config(record: ModelRecord, settings: WorkerSettings) -> ModelConfig:
         kv_bytes=int(settings.kv_memory or 0),
         num_threads=config.num_threads or settings.num_threads,
         cache_mode=config.cache_mode,
+        lora_names=tuple(config.lora_names.names),
+        lora_roots=(str(weights if weights.is_dir() else weights.parent), *map(str, settings.model_root)),
+        lora_max_num=settings.lora_max_num,
+        lora_max_rank=settings.lora_max_rank,
     )
 
 

@@ -22,13 +22,14 @@ from allspark_proto import fleet_pb2 as fleet
 from allspark_proto.version import VERSION
 
 from allspark_workers.broker_link import BrokerLinks, Link
+from allspark_workers.engine.errors import EngineError
 from allspark_workers.engine.threads import SWITCH_INTERVAL_S, set_environment
 from allspark_workers.engine.types import StepOutput
 from allspark_workers.file_info import file_information
 from allspark_workers.hosted import HostedModel
 from allspark_workers.ports import EnginePort, LoadEngine
 from allspark_workers.publisher import Publication, Publisher
-from allspark_workers.reconcile import Reconciler
+from allspark_workers.reconcile import Reconciler, status_of
 from allspark_workers.requests import Requests
 from allspark_workers.settings import WorkerSettings
 
@@ -136,6 +137,8 @@ class Worker:
             elif kind == "get_op_profiling_info":
                 text = self._profile(call.get_op_profiling_info.model_name)
                 reply.op_profiling_info.op_profiling_info = text
+            elif kind == "check_adapter":
+                await self._check_adapter(call.check_adapter)
             else:
                 info = await asyncio.to_thread(
                     file_information, call.get_file_information, self._settings.model_root
@@ -144,6 +147,8 @@ class Worker:
         except FleetError as e:
             reply.as_status, reply.reason = e.status, e.reason
             reply.file_information.current_version_engine = VERSION
+        except EngineError as e:
+            reply.as_status, reply.reason = status_of(e), str(e)
         except Exception as e:
             log.exception("control call %s failed", call.WhichOneof("call"))
             reply.as_status, reply.reason = pb.ALLSPARK_UNKNOWN_ERROR, f"internal error: {e!r}"
@@ -153,6 +158,11 @@ class Worker:
         if not self._settings.profile:
             return ""
         return "".join(h.engine.profile() for h in self._reconciler.hosted() if h.name == name)
+
+    async def _check_adapter(self, call: fleet.CheckAdapter) -> None:
+        hosted = self._reconciler.running(call.model_name)
+        if hosted is not None:
+            await asyncio.to_thread(hosted.engine.check_adapter, call.lora_name)
 
     # ---- life -------------------------------------------------------------------------------------
 

@@ -20,6 +20,9 @@ class EnginePort(Protocol):
     def submit(self, request: EngineRequest) -> None:
         """Queues a request. Raises ValueError for one that is impossible."""
 
+    def check_adapter(self, name: str) -> None:
+        """Raises EngineError unless requests may name this adapter. May be called from any thread."""
+
     def cancel(self, request_id: str) -> None:
         """Ends a request within the step; its last output has finish STOPPED."""
 

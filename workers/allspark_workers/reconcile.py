@@ -12,7 +12,14 @@ from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
 from allspark_workers.convert import model_config
-from allspark_workers.engine.errors import EngineError, ModelIOError, ModelMemoryError, UnsupportedModelError
+from allspark_workers.engine.errors import (
+    AdapterLimitError,
+    AdapterNotFoundError,
+    EngineError,
+    ModelIOError,
+    ModelMemoryError,
+    UnsupportedModelError,
+)
 from allspark_workers.hosted import HostedModel
 from allspark_workers.ports import EnginePort, LoadEngine
 from allspark_workers.settings import WorkerSettings
@@ -25,6 +32,8 @@ _STATUS: dict[type[EngineError], pb.AS_STATUS.ValueType] = {
     ModelIOError: pb.ALLSPARK_IO_ERROR,
     UnsupportedModelError: pb.ALLSPARK_PARAM_ERROR,
     ModelMemoryError: pb.ALLSPARK_MEMORY_ERROR,
+    AdapterNotFoundError: pb.ALLSPARK_PARAM_ERROR,
+    AdapterLimitError: pb.ALLSPARK_EXCEED_LIMIT_ERROR,
 }
 
 
@@ -181,7 +190,7 @@ class Reconciler:
         await self._drop(entry)
         entry.state, entry.generation, entry.failed_s = "failed", record.generation, time.monotonic()
         entry.reason = error.reason if isinstance(error, FleetError) else str(error) or repr(error)
-        entry.status = _status_of(error)
+        entry.status = status_of(error)
         log.error("model %r failed: %s", entry.name, entry.reason)
 
     async def _drop(self, entry: Entry) -> None:
@@ -190,7 +199,8 @@ class Reconciler:
             await asyncio.to_thread(hosted.stop)
 
 
-def _status_of(error: Exception) -> "pb.AS_STATUS.ValueType":
+def status_of(error: Exception) -> "pb.AS_STATUS.ValueType":
+    """What a client is told that caused this error."""
     if isinstance(error, FleetError):
         return error.status
     if isinstance(error, ValueError):

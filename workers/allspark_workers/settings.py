@@ -28,6 +28,10 @@ class WorkerSettings(ProcessSettings):
     """Number format of products; auto: weights as saved, activations as precise as the device has them."""
     kernels: Literal["auto", "torch", "native", "triton"] = "auto"
     """Implementation of the kernels; auto: Triton on CUDA, native on CPU, PyTorch where that is missing."""
+    lora_max_num: Annotated[int, Field(ge=0), Metavar("N")] = 5
+    """LoRA adapters in memory at a time, per model; 0: requests may name none."""
+    lora_max_rank: Count = 64
+    """Largest rank of a LoRA adapter."""
     max_queue: Count = 1024
     """Requests that may wait inside this worker."""
     heartbeat_s: Seconds = 0.4
