@@ -180,3 +180,21 @@ def test_half_precision_stays_close(
     want = reference_logits(merged(tiny, "qwen2", root / "qwen2" / "stable"), PROMPTS[70])[-1]
     error = ((logits["r"][0] - want).norm() / want.norm()).item()
     assert error < (0.03 if dtype == "bf16" else 0.004), error
+
+
+def test_the_prefix_cache_tells_adapters_apart(root: Path, make_engine: Maker) -> None:
+    folder = {"lora_roots": (str(root / "llama-tied"),)}
+    plain = make_engine(**folder)
+    engine = make_engine(**folder, span_size=16, enable_prefix_cache=True, prefix_cache_ttl_s=60.0)
+
+    def served(by: Engine, name: str) -> list[int]:
+        item = request("a", PROMPTS[70], 8)
+        item.lora_name = name
+        return list(run_until_idle(by, [item]).tokens["a"])
+
+    names = ("", "plain", "stable")
+    expected = {name: served(plain, name) for name in names}
+    assert len({tuple(tokens) for tokens in expected.values()}) == 3
+    for name in (*names, *names):
+        assert served(engine, name) == expected[name]
+    assert engine.stat().prefix_cache_hit_token == 3 * 64

@@ -70,8 +70,7 @@ class Bench:
         seq = Sequence(item, self._serial)
         self.cache.expire()
         chain = self.cache.match(seq)
-        missing, idle = self.cache.num_missing(seq, chain)
-        if missing > self.ledger.free - idle:
+        if -(-seq.length // SPAN) - len(self.cache.shared_spans(chain)) > self.ledger.free:
             return None
         seq.spans = self.cache.adopt(seq, chain)
         self.cache.load_restored()

@@ -171,11 +171,11 @@ def test_deadlines_are_found(make_sequence: Maker) -> None:
     sched.add(soon)
     sched.add(make_sequence(2, name="later", deadline_s=9.0))
     sched.add(make_sequence(2, name="never"))
-    assert sched.next_deadline_s() == 5.0
+    assert sched.next_wake_s() == 5.0
     assert sched.expired(4.9) == []
     assert sched.expired(5.0) == [soon]
     sched.remove(soon)
-    assert sched.next_deadline_s() == 9.0
+    assert sched.next_wake_s() == 9.0
 
 
 REQUESTS = st.lists(

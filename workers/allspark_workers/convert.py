@@ -99,6 +99,9 @@ def model_config(record: ModelRecord, settings: WorkerSettings) -> ModelConfig:
         lora_roots=(str(weights if weights.is_dir() else weights.parent), *map(str, settings.model_root)),
         lora_max_num=settings.lora_max_num,
         lora_max_rank=settings.lora_max_rank,
+        enable_prefix_cache=config.enable_prefix_cache,
+        prefix_cache_ttl_s=config.prefix_cache_ttl,
+        prefix_host_bytes=int(settings.prefix_host_memory or 0),
     )
 
 

@@ -24,6 +24,8 @@ class WorkerSettings(ProcessSettings):
     """CPU threads for one step; 0: chosen from the cores this process may use."""
     kv_memory: Annotated[Size | None, Metavar("BYTES")] = None
     """Memory for KV spans, for example 2GiB; unset: chosen from what the device has free."""
+    prefix_host_memory: Annotated[Size | None, Metavar("BYTES")] = None
+    """Host memory per model for cached prefixes that leave the KV spans, for example 8GiB; unset: none."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of products; auto: weights as saved, activations as precise as the device has them."""
     kernels: Literal["auto", "torch", "native", "triton"] = "auto"

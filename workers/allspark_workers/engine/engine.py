@@ -15,6 +15,7 @@ from allspark_workers.engine.admission import check_request
 from allspark_workers.engine.facts import model_facts
 from allspark_workers.engine.families import Family, Progress, SampleFamily, Tensors, make_sequence
 from allspark_workers.engine.graphs import is_worth_capturing
+from allspark_workers.engine.host_store import make_prefix_cache
 from allspark_workers.engine.inbox import Command, Inbox, Verb
 from allspark_workers.engine.kv import allocate_kv, plan_kv
 from allspark_workers.engine.pages import PageLedger
@@ -90,6 +91,9 @@ class Engine:
         self._warm_up(runner)
         if is_worth_capturing(self._model):
             runner.capture(self._facts.max_length)
+        self._scheduler.prefix = make_prefix_cache(
+            self._config, self._facts, self._scheduler.ledger, cache, self._clock
+        )
         self._runner = runner
 
     def stop(self) -> None:
@@ -138,16 +142,16 @@ class Engine:
             return True
         if not self._is_stalled and self._scheduler.has_work():
             return True
-        deadline_s = self._scheduler.next_deadline_s()
-        return deadline_s is not None and deadline_s <= self._clock()
+        wake_s = self._scheduler.next_wake_s()
+        return wake_s is not None and wake_s <= self._clock()
 
     def wait_for_work(self, timeout: float) -> bool:
         """Block until there is work, at most `timeout` seconds; for the engine thread."""
         if self.has_work():
             return True
-        deadline_s = self._scheduler.next_deadline_s()
-        if deadline_s is not None:
-            timeout = min(timeout, max(0.0, deadline_s - self._clock()))
+        wake_s = self._scheduler.next_wake_s()
+        if wake_s is not None:
+            timeout = min(timeout, max(0.0, wake_s - self._clock()))
         self._inbox.wait(timeout)
         return self.has_work()
 
@@ -170,6 +174,8 @@ class Engine:
             plan.rows = [row for row in plan.rows if not row.sequence.is_done]
         if plan.copies:
             self._runner.copy_spans(plan.copies)
+        if self._scheduler.prefix is not None:
+            self._scheduler.prefix.load_restored()
         if plan.rows:
             is_prefill = any(row.count > 1 for row in plan.rows)
             self._profiler.phase = "prefill" if is_prefill else "decode"
@@ -293,7 +299,7 @@ class Engine:
 
     def _commit_all(self, rows: list[Row], results: list[Result | Exception]) -> None:
         """Take over what the step computed, except for requests that ended meanwhile."""
-        generated = prefilled = 0
+        generated = prefilled = cached = 0
         for row, result in zip(rows, results, strict=True):
             seq = row.sequence
             if seq.is_done:
@@ -303,6 +309,7 @@ class Engine:
                 continue
             self._scheduler.commit(row)
             prefilled += seq.count_prefilled()
+            cached += seq.count_cached()
             if not row.samples:
                 if seq.is_probe and seq.num_remaining == 0:
                     self._finish(seq, FinishReason.PROBED)
@@ -310,7 +317,7 @@ class Engine:
                 generated += self._advance(seq, seq.family.take(seq, row.start, result))
             elif isinstance(result, int):
                 generated += self._append(seq, result)
-        self._counters.step(generated, prefilled, self._clock())
+        self._counters.step(generated, prefilled, cached, self._clock())
 
     def _append(self, seq: Sequence, token: int) -> int:
         """Add a token to its request, or end the request if there is none; the number of tokens added."""

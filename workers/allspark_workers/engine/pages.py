@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from allspark_workers.engine.errors import LedgerError
@@ -168,13 +168,15 @@ class PageLedger:
         for given in before:
             self._put_back(given)
 
-    def num_releasable(self, owners: Iterable[str]) -> int:
-        """Spans that would become free if all these owners gave back what they hold."""
+    def num_releasable(self, owners: Iterable[str], among: Collection[int] | None = None) -> int:
+        """Spans (of these) that would become free if all these owners gave back what they hold."""
         holders: dict[int, int] = {}
         for owner in set(owners):
             for span in self._held.get(owner, ()):
                 holders[span] = holders.get(span, 0) + 1
-        return sum(self._counts[span] == count for span, count in holders.items())
+        return sum(
+            self._counts[span] == count for span, count in holders.items() if among is None or span in among
+        )
 
     def _put_back(self, spans: Sequence[int]) -> None:
         for span in reversed(spans):

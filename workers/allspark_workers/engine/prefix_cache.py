@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -116,7 +116,7 @@ class PrefixCache:
     def match(self, seq: Sequence) -> list[Node]:
         """The longest chain of cached spans that a sequence can start with, its last token excepted.
 
-        Call `expire` first. A sequence of which every position is wanted (inference) uses no cache.
+        Call `expire` first. None if every position is wanted (inference).
         """
         trail = self._trail(seq)
         if trail.version != self._version:
@@ -133,17 +133,16 @@ class PrefixCache:
             chain.append(node)
         return chain
 
-    def num_missing(self, seq: Sequence, chain: list[Node]) -> tuple[int, int]:
-        """How many free spans `adopt` will take, and how many idle ones it will share."""
-        device = [node.span for node in chain if node.span is not None]
-        idle = sum(self._ledger.is_idle(span) for span in device)
-        return -(-seq.length // self._size) - len(device), idle
+    def shared_spans(self, chain: list[Node]) -> set[int]:
+        """Spans of `chain` that others hold: `adopt` takes all that it needs but these from the free ones."""
+        spans = {node.span for node in chain if node.span is not None}
+        return {span for span in spans if self._ledger.num_holders(span)}
 
     def adopt(self, seq: Sequence, chain: list[Node]) -> list[int]:
         """Give a sequence that starts the spans of `chain` and new ones for its other tokens; all its spans.
 
         Its first tokens count as computed; `load_restored` has to be called before the step. Raises
-        ValueError if there is no room (`num_missing` tells).
+        ValueError if there is no room.
         """
         owner = seq.request_id
         shared = [node.span for node in chain if node.span is not None]
@@ -174,7 +173,10 @@ class PrefixCache:
     def skip(self, seq: Sequence) -> None:
         """Go on behind the next spans of a sequence if another one has computed them meanwhile."""
         trail, size = self._trail(seq), self._size
-        while not trail.is_closed and len(trail.nodes) * size == seq.num_computed:
+        if seq.gang is not None:
+            return  # the others of its gang hold the spans that it would leave uncomputed
+        # A span that it has begun itself is taken over too.
+        while not trail.is_closed and len(trail.nodes) == seq.num_computed // size:
             index = len(trail.nodes)
             node = self._nodes.get(trail.keys[index]) if index < self._limit(seq) else None
             parent = trail.nodes[-1] if index else None
@@ -182,7 +184,7 @@ class PrefixCache:
                 return
             self._switch(seq, index, node)
             trail.nodes.append(node)
-            _count_cached(seq, seq.num_computed + size)
+            _count_cached(seq, len(trail.nodes) * size)
 
     # ---- adding -------------------------------------------------------------------------------------
 
@@ -205,6 +207,9 @@ class PrefixCache:
         if is_orphan or (node is not None and not node.stands_for(parent, tokens)):
             trail.is_closed = True  # at a collision of keys the older one stays
             return
+        if node is not None and node.span not in (None, span) and seq.gang is not None:
+            trail.is_closed = True  # the others of its gang hold this one, so it cannot be exchanged
+            return
         if node is None:
             node = self._nodes[key] = Node(key, parent, tokens.copy(), span)
             if parent is not None:
@@ -224,8 +229,9 @@ class PrefixCache:
         if node.span is None:
             raise LedgerError("a span that is not on the device cannot be shared")
         self._ledger.share(seq.request_id, [node.span])
-        self._ledger.drop(seq.request_id, [seq.spans[index]])
         seq.spans[index] = node.span
+        # Also puts them in order: what is released together becomes idle from the end.
+        self._ledger.exchange({seq.request_id: seq.spans})
 
     def leave(self, seq: Sequence) -> None:
         """The sequence has given its spans back; it starts from the cache again if it is queued."""
@@ -322,10 +328,16 @@ class PrefixCache:
         return seq.trail
 
     def _salt_of(self, seq: Sequence) -> PrefixSalt:
-        return self._salt
+        adapter = seq.request.adapter
+        embeddings = seq.request.content_salt.hex()
+        return replace(
+            self._salt, adapter=adapter.digest if adapter is not None else "", embeddings=embeddings
+        )
 
     def _limit(self, seq: Sequence) -> int:
         """Prompt spans that may come from the cache: the newest token is computed, it gives the logits."""
+        if seq.is_inference:
+            return 0
         return min(seq.num_prompt, seq.length - 1) // self._size
 
     def _tokens(self, seq: Sequence, index: int) -> NDArray[np.int64]:

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from allspark_workers.engine.beams import Pick
 from allspark_workers.engine.pages import PageLedger
+from allspark_workers.engine.prefix_cache import Node, PrefixCache
 from allspark_workers.engine.sequence import NO_ROW, Sequence
-from allspark_workers.engine.sharing import Gang, best_donor, members_of
+from allspark_workers.engine.sharing import Gang, best_donor, leader_of, members_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._deadlines: dict[str, float] = {}
         self._copies: dict[int, int] = {}  # for the next plan
+        self.prefix: PrefixCache | None = None
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -90,9 +92,11 @@ class Scheduler:
         """Live requests whose deadline has passed."""
         return [self._by_id[key] for key, deadline_s in self._deadlines.items() if deadline_s <= now_s]
 
-    def next_deadline_s(self) -> float | None:
-        """The earliest deadline of a live request."""
-        return min(self._deadlines.values(), default=None)
+    def next_wake_s(self) -> float | None:
+        """When there is something to do without a command: a deadline passes, or a cached span expires."""
+        expiry_s = self.prefix.next_expiry_s() if self.prefix is not None else None
+        times = [*self._deadlines.values()] if expiry_s is None else [*self._deadlines.values(), expiry_s]
+        return min(times, default=None)
 
     def spans_for(self, num_tokens: int) -> int:
         """Spans that hold `num_tokens` tokens."""
@@ -132,6 +136,8 @@ class Scheduler:
         """Plan the next step; the rows' tokens count as computed only after `commit`."""
         plan = StepPlan(copies=self._copies)
         self._copies = {}
+        if self.prefix is not None:
+            self.prefix.expire()
         self._plan_decode(plan)
         budget = self._plan_prefill(plan, self.prefill_budget)
         self._admit(plan, budget)
@@ -141,6 +147,9 @@ class Scheduler:
         """The row went through the model."""
         seq = row.sequence
         seq.num_computed = row.start + row.count
+        if self.prefix is not None and row.start < seq.num_prompt:
+            self.prefix.extend(seq)
+            self._hold(seq, seq.spans)
         if seq.gang is not None and seq is seq.gang.leader and row.start < seq.gang.trunk <= seq.num_computed:
             self._branch(seq.gang)
 
@@ -150,7 +159,7 @@ class Scheduler:
             self._leave(member)
             member.num_computed = 0
         self.num_preemptions += 1
-        insort(self.waiting, _leader_of(sequence), key=_order)
+        insort(self.waiting, leader_of(sequence), key=_order)
 
     def fork(self, gang: Gang, picks: list[Pick]) -> None:
         """Advance a gang: member i goes on with the tokens of member `picks[i].parent` and its token.
@@ -172,13 +181,15 @@ class Scheduler:
     def check(self) -> None:
         """Raise unless the ledger balances and exactly the running requests hold spans and rows."""
         self.ledger.check()
+        if self.prefix is not None:
+            self.prefix.check()
         running = {seq.request_id for seq in self.running}
         if self.ledger.owners() != running:
             raise ValueError(f"spans held by {set(self.ledger.owners()) ^ running}, who are not running")
         rows = [seq.row for seq in self.running] + self._free_rows
         if sorted(rows) != list(range(self.max_batch)):
             raise ValueError("batch rows are lost or doubled")
-        leaders = [seq for seq in self.running if seq is _leader_of(seq)]
+        leaders = [seq for seq in self.running if seq is leader_of(seq)]
         if len(leaders) + len(self.waiting) != len(self._by_id):
             raise ValueError("a live request is neither waiting nor running")
 
@@ -201,7 +212,7 @@ class Scheduler:
             victim = self._victim()
             mates = members_of(victim)
             if seq in mates and len(self.running) == len(tuple(mates)):
-                plan.exhausted.append(_leader_of(seq))
+                plan.exhausted.append(leader_of(seq))
                 return False
             self.preempt(victim)
             plan.preempted.append(victim)
@@ -238,6 +249,9 @@ class Scheduler:
         return budget
 
     def _add_chunk(self, seq: Sequence, plan: StepPlan, budget: int) -> int:
+        if self.prefix is not None and seq.num_computed < seq.num_prompt:
+            self.prefix.skip(seq)
+            self._hold(seq, seq.spans)
         count = min(seq.num_remaining, budget)
         is_last = seq.num_computed + count == seq.length
         samples = (is_last and not seq.is_probe) or seq.is_inference
@@ -265,10 +279,10 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence, plan: StepPlan) -> bool:
         """Whether `seq` can start now; pre-empts requests of lower priority if that is what it takes."""
-        need, need_rows = self._needs(seq)
+        need, need_rows, shared = self._needs(seq)
         free, rows, num_running = self.ledger.free, len(self._free_rows), len(self.running)
         lower = [other for other in reversed(self.running) if other.order[0] > seq.order[0]]
-        lower = [other for other in lower if other is _leader_of(other)]
+        lower = [other for other in lower if other is leader_of(other)]
         lower.sort(key=lambda other: not other.is_held)  # stable: held first, then the one served last
         victims: list[Sequence] = []
         gone: list[str] = []
@@ -279,7 +293,8 @@ class Scheduler:
             victim = lower[len(victims)]
             victims.append(victim)
             gone += [member.request_id for member in members_of(victim)]
-            free = self.ledger.free + self.ledger.num_releasable(gone)
+            gain = self.ledger.num_releasable(gone) - self.ledger.num_releasable(gone, shared)
+            free = self.ledger.free + gain
             rows, num_running = len(self._free_rows) + len(gone), len(self.running) - len(gone)
         for victim in victims:
             self.preempt(victim)
@@ -288,12 +303,19 @@ class Scheduler:
             _drop_rows(plan)
         return True
 
-    def _needs(self, seq: Sequence) -> tuple[int, int]:
-        """Free spans and batch rows that a waiting sequence needs to start."""
+    def _needs(self, seq: Sequence) -> tuple[int, int, set[int]]:
+        """Free spans and rows that a waiting sequence needs to start, and cached spans that it shares."""
+        shared = self.prefix.shared_spans(self._cached(seq)) if self.prefix is not None else set()
         if seq.gang is not None:
-            return self.spans_alone(seq), len(seq.gang.members)
+            return self.spans_alone(seq) - len(shared), len(seq.gang.members), shared
         _, inherited, _ = best_donor(seq)
-        return self.spans_for(seq.length) - inherited // self.span_size, 1
+        return self.spans_for(seq.length) - inherited // self.span_size - len(shared), 1, shared
+
+    def _cached(self, seq: Sequence) -> list[Node]:
+        """What a sequence takes from the prefix cache if it starts now; a running sibling has more."""
+        if self.prefix is None or best_donor(seq)[0] is not None:
+            return []
+        return self.prefix.match(seq)
 
     def _enter(self, seq: Sequence, plan: StepPlan) -> None:
         self.waiting.remove(seq)
@@ -301,16 +323,18 @@ class Scheduler:
             self._enter_gang(seq.gang)
             return
         donor, inherited, _ = best_donor(seq)
+        if donor is None:
+            self._seat_first(seq)
+            return
         full = inherited // self.span_size
-        shared = donor.spans[:full] if donor is not None else []
-        own = self._seat(seq, shared)
-        if donor is not None and inherited % self.span_size:
+        own = self._seat(seq, donor.spans[:full])
+        if inherited % self.span_size:
             plan.copies[own[0]] = donor.spans[full]
         seq.inherit(inherited)
 
     def _enter_gang(self, gang: Gang) -> None:
         """Seat all members; those that have nothing to compute yet hold the leader's spans."""
-        self._seat(gang.leader, [])
+        self._seat_first(gang.leader)
         spans = gang.leader.spans
         for index, member in enumerate(gang.members[1:], 1):
             if index < gang.num_active:
@@ -329,6 +353,16 @@ class Scheduler:
                 self._copies[member.spans[full]] = gang.leader.spans[full]
             member.inherit(gang.trunk)
             member.is_parked = False
+
+    def _seat_first(self, seq: Sequence) -> None:
+        """Seat a sequence that has no running sibling: it begins with what the prefix cache has."""
+        chain = self._cached(seq)
+        if self.prefix is None or not chain:
+            self._seat(seq, [])
+            return
+        spans = self.prefix.adopt(seq, chain)
+        self._take_row(seq)
+        self._hold(seq, spans)
 
     def _seat(self, seq: Sequence, shared: list[int]) -> list[int]:
         """A batch row, the spans `shared`, and as many of its own as its tokens need; the latter."""
@@ -352,15 +386,13 @@ class Scheduler:
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.ledger.release(seq.request_id)
+        if self.prefix is not None:
+            self.prefix.leave(seq)
         self._free_rows.append(seq.row)
         seq.spans = []
         seq.row = NO_ROW
         seq.is_marked = False
         seq.is_parked = False
-
-
-def _leader_of(sequence: Sequence) -> Sequence:
-    return sequence.gang.leader if sequence.gang is not None else sequence
 
 
 def _drop_rows(plan: StepPlan) -> None:

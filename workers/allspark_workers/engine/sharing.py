@@ -53,6 +53,11 @@ def members_of(sequence: Sequence) -> Iterable[Sequence]:
     return sequence.gang.members if sequence.gang is not None else (sequence,)
 
 
+def leader_of(sequence: Sequence) -> Sequence:
+    """The one of them that is queued."""
+    return sequence.gang.leader if sequence.gang is not None else sequence
+
+
 def common_prefix(a: Sequence, b: Sequence) -> int:
     """How many tokens the beginnings of two sequences of one request have in common: at least the prompt."""
     start, end = a.num_prompt, min(a.length, b.length)

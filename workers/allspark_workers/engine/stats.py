@@ -17,17 +17,22 @@ class Counters:
         self.last_step_s = 0.0
         self.num_generated = 0
         self.num_prefilled = 0
+        self.num_cached = 0
         self.generate_rate = RateWindow()
         self.prefill_rate = RateWindow()
 
-    def step(self, num_generated: int, num_prefilled: int, now_s: float) -> None:
-        """A step is over that gave so many new tokens and computed so many prompt tokens."""
+    def step(self, num_generated: int, num_prefilled: int, num_cached: int, now_s: float) -> None:
+        """A step is over that gave so many new tokens and put so many prompt tokens behind it.
+
+        `num_cached` of the latter came from the prefix cache.
+        """
         self.num_steps += 1
         self.last_step_s = now_s
         self.num_generated += num_generated
         self.num_prefilled += num_prefilled
+        self.num_cached += num_cached
         self.generate_rate.add(num_generated, now_s)
-        self.prefill_rate.add(num_prefilled, now_s)
+        self.prefill_rate.add(num_prefilled - num_cached, now_s)
 
 
 def engine_stat(
@@ -35,7 +40,9 @@ def engine_stat(
 ) -> EngineStat:
     """All values at once; frames are spans times `2 * num_layers`."""
     ledger, frames = scheduler.ledger, 2 * layout.num_layers
-    free = ledger.free
+    free = ledger.free - ledger.num_idle  # what the prefix cache keeps is used, though it may be had
+    hits = counters.num_cached
+    misses = counters.num_prefilled - hits if scheduler.prefix is not None else 0
     used = layout.num_spans - free
     return EngineStat(
         total_span=layout.num_spans * frames,
@@ -51,6 +58,10 @@ def engine_stat(
         total_prefill_token=counters.num_prefilled,
         generate_token_persec=counters.generate_rate.rate(now_s),
         process_token_persec=counters.prefill_rate.rate(now_s),
+        prefix_cache_hit_token=hits,
+        prefix_cache_miss_token=misses,
+        prefix_cache_hit_rate=hits / (hits + misses) if hits + misses else 0.0,
+        prefix_cache_miss_rate=misses / (hits + misses) if hits + misses else 0.0,
         steps=counters.num_steps,
         last_step_s=counters.last_step_s,
     )

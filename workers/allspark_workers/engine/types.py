@@ -221,6 +221,8 @@ class ModelConfig:
     `lora_names`: adapters to load with the model; `lora_roots`: directories that they and later ones are
     searched in; at most `lora_max_num` are in memory at a time, of rank `lora_max_rank` or less.
     `cache_mode`: how K and V are stored, 0 in the model's dtype, 1 as int8, 2 as uint4.
+    `enable_prefix_cache`: keep K and V of prompts for `prefix_cache_ttl_s` seconds after their last use (0:
+    share them among live requests only), up to `prefix_host_bytes` of them in host memory if spans are short.
     """
 
     model_path: str
@@ -238,6 +240,9 @@ class ModelConfig:
     lora_max_num: int = DEFAULT_LORA_MAX_NUM
     lora_max_rank: int = DEFAULT_LORA_MAX_RANK
     cache_mode: int = 0
+    enable_prefix_cache: bool = False
+    prefix_cache_ttl_s: float = 0.0
+    prefix_host_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.model_path:
@@ -248,7 +253,10 @@ class ModelConfig:
             raise ValueError(f"span_size {self.span_size} is not one of 0, 16, 32, 64, 128")
         if self.cache_mode not in CACHE_MODES:
             raise ValueError(f"cache_mode {self.cache_mode} is not one of 0, 1 (int8), 2 (uint4)")
-        for name in ("max_length", "max_batch", "kv_bytes", "num_threads"):
+        for name in (
+            *("max_length", "max_batch", "kv_bytes", "num_threads"),
+            *("prefix_cache_ttl_s", "prefix_host_bytes"),
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
         if self.lora_max_num < 0 or self.lora_max_rank < 1:

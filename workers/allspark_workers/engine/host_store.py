@@ -1,0 +1,74 @@
+"""The host tier's memory: whole spans of the KV cache, copied out and back bit for bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from allspark_bus.prefix_keys import PrefixSalt
+
+from allspark_workers.engine.device import use_device
+from allspark_workers.engine.errors import ModelMemoryError
+from allspark_workers.engine.pages import PageLedger
+from allspark_workers.engine.prefix_cache import PrefixCache
+from allspark_workers.engine.types import ModelConfig, ModelFacts
+from allspark_workers.models.decoder import KVCache
+
+logger = logging.getLogger(__name__)
+
+
+class SpanStore:
+    """`num_slots` slots, each for K and V of every layer of one span of `cache`.
+
+    From and to a GPU the copies are queued on its stream, in order with the steps, and nobody waits for them:
+    a slot's memory is read and written by that stream alone. Raises ModelMemoryError if the host has not
+    enough memory that a GPU can read.
+    """
+
+    def __init__(self, cache: KVCache, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._device = cache.keys[0].device
+        self._frames = [*cache.keys, *cache.values]  # each [num_spans, ...]
+        is_pinned = self._device.type == "cuda"
+        try:
+            self._slots = [
+                torch.empty((num_slots, *frame.shape[1:]), dtype=frame.dtype, pin_memory=is_pinned)
+                for frame in self._frames
+            ]
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            size = num_slots * sum(frame[0].nbytes for frame in self._frames)
+            raise ModelMemoryError(
+                f"cannot allocate {size} bytes of host memory for cached prefixes: {error}; "
+                "lower --prefix-host-memory"
+            ) from error
+
+    def save(self, span: int, slot: int) -> None:
+        """Copy a span's content to a slot."""
+        with torch.inference_mode(), use_device(self._device):
+            for frame, host in zip(self._frames, self._slots, strict=True):
+                host[slot].copy_(frame[span], non_blocking=True)
+
+    def load(self, slot: int, span: int) -> None:
+        """Copy a slot's content to a span."""
+        with torch.inference_mode(), use_device(self._device):
+            for frame, host in zip(self._frames, self._slots, strict=True):
+                frame[span].copy_(host[slot], non_blocking=True)
+
+
+def make_prefix_cache(
+    config: ModelConfig, facts: ModelFacts, ledger: PageLedger, cache: KVCache, clock: Callable[[], float]
+) -> PrefixCache | None:
+    """The prefix cache that a model was built with, None if it was built without.
+
+    Raises ModelMemoryError if there is not enough memory for the host tier.
+    """
+    if not config.enable_prefix_cache:
+        return None
+    num_slots = config.prefix_host_bytes // (2 * facts.num_layers * facts.span_bytes)
+    if config.prefix_host_bytes and not num_slots:
+        logger.warning("--prefix-host-memory %d does not hold one span", config.prefix_host_bytes)
+    # Without a time to live nothing outlives its last user, so nothing would ever be put there.
+    host = SpanStore(cache, num_slots) if num_slots and config.prefix_cache_ttl_s > 0 else None
+    salt = PrefixSalt(facts.digest, facts.span_size, cache_mode=facts.cache_mode)
+    return PrefixCache(ledger, salt, config.prefix_cache_ttl_s, clock, host)
