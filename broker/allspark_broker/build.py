@@ -1,8 +1,8 @@
 """What a ModelStructConfig must satisfy before a build begins (spec 1.4.1, 2.4). Pure functions."""
 
-import re
 from collections.abc import Iterable
 
+from allspark_bus.compute_unit import parse_unit
 from allspark_bus.errors import FileError, LimitError, ParamError
 from allspark_proto import allspark_service_pb2 as pb
 
@@ -13,7 +13,6 @@ CACHE_MODES = (0, 1, 2)
 PRECISIONS = ("", "highest", "high", "medium", "medium_bf16", "medium_fp16")
 MAX_NAME_BYTES = 128
 MAX_ADAPTERS = 1024
-_COMPUTE_UNIT = re.compile(r"(CPU|CUDA):(\d+(?:,\d+)*)\Z")
 
 
 def check_config(config: pb.ModelStructConfig) -> None:
@@ -24,7 +23,7 @@ def check_config(config: pb.ModelStructConfig) -> None:
         raise ParamError(f"model_name is longer than {MAX_NAME_BYTES} bytes")
     if not config.model_path:
         raise FileError("model_path is empty: name a Hugging Face directory or a GGUF file")
-    required_device(config.compute_unit)
+    parse_unit(config.compute_unit)
     if config.cache_span_size not in SPAN_SIZES:
         raise ParamError(f"cache_span_size is {config.cache_span_size}, legal are 0, 16, 32, 64, 128")
     for name in ("cache_span_num_init", "cache_span_num_grow", "num_threads", "engine_max_batch"):
@@ -48,25 +47,6 @@ def check_config(config: pb.ModelStructConfig) -> None:
             raise ParamError("lora_names holds an empty name")
     if config.prefix_cache_ttl < 0:
         raise ParamError(f"prefix_cache_ttl is {config.prefix_cache_ttl}; it must not be negative")
-
-
-def required_device(compute_unit: str) -> str:
-    """ "cpu", "cuda" or "" (any) for a compute unit. Raises ParamError for one that is none."""
-    if compute_unit == "":
-        return ""
-    match = _COMPUTE_UNIT.match(compute_unit)
-    if match is None:
-        raise ParamError(f"compute_unit {compute_unit!r} is not CPU:<ids> or CUDA:<ids>, as in CUDA:0")
-    if match[1] == "CUDA" and "," in match[2]:
-        raise ParamError(
-            "compute_unit names several GPUs: tensor parallelism is not supported by this version"
-        )
-    return match[1].lower()
-
-
-def is_eligible(device: str, compute_unit: str) -> bool:
-    """Whether a worker on `device` ("cpu", "cuda:0") may serve a model with this compute unit."""
-    return device.startswith(required_device(compute_unit))
 
 
 def model_information(name: str, facts_device: str) -> str:

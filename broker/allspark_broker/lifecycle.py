@@ -6,12 +6,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from allspark_bus.catalogue import WORKER_TARGET, Catalogue, ModelRecord, ModelState
+from allspark_bus.compute_unit import parse_unit
 from allspark_bus.errors import Denied, FleetError, InvalidCall, ParamError
 from allspark_bus.ledger import Ending, Ledger
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
-from allspark_broker.build import check_config, is_eligible
+from allspark_broker.build import check_config
 from allspark_broker.workers import Worker, WorkerTable
 
 log = logging.getLogger(__name__)
@@ -238,8 +239,7 @@ class Lifecycle:
         return written
 
     def _reports(self, record: ModelRecord) -> list[tuple[Worker, fleet.WorkerModel | None]]:
-        unit = record.model_config().compute_unit
-        workers = self._table.eligible(lambda device: is_eligible(device, unit))
+        workers = self._table.eligible(parse_unit(record.model_config().compute_unit).fits)
         return [(w, w.models.get(record.name)) for w in workers]
 
     async def _reached(self, record: ModelRecord) -> Worker:

@@ -86,12 +86,15 @@ def redis_url(value: str) -> str:
 
 
 def device_name(value: str) -> str:
-    """Accept ``cpu``, ``cuda`` and ``cuda:INDEX``; ``cuda`` means ``cuda:0``."""
+    """Accept ``cpu``, ``cuda`` and ``cuda:INDEX,...``; ``cuda`` means ``cuda:0``."""
     if value == "cuda":
         return "cuda:0"
-    if value == "cpu" or (value.startswith("cuda:") and value.removeprefix("cuda:").isdigit()):
+    ids = value.removeprefix("cuda:").split(",")
+    if value == "cpu" or (value.startswith("cuda:") and all(i.isdigit() for i in ids)):
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"{value!r} names a device twice")
         return value
-    raise ValueError(f"{value!r} is neither cpu nor cuda:INDEX")
+    raise ValueError(f"{value!r} is neither cpu nor cuda:INDEX,...")
 
 
 #: Lists: repeat the flag; in an environment variable, separate the values by commas.
@@ -102,7 +105,7 @@ GrpcAddresses = Annotated[tuple[GrpcAddress, ...], NoDecode, BeforeValidator(spl
 ZmqEndpoint = Annotated[str, AfterValidator(zmq_endpoint), Metavar("ENDPOINT")]
 ZmqEndpoints = Annotated[tuple[ZmqEndpoint, ...], NoDecode, BeforeValidator(split_list), Metavar("ENDPOINT")]
 RedisUrl = Annotated[str, AfterValidator(redis_url), Metavar("URL")]
-Device = Annotated[str, AfterValidator(device_name), Metavar("cpu|cuda:INDEX")]
+Device = Annotated[str, AfterValidator(device_name), Metavar("cpu|cuda:INDEX,...")]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Metavar("SECONDS")]
 Count = Annotated[int, Field(ge=1), Metavar("N")]
 #: Bytes; accepts "64MiB", "2GB" and plain numbers.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from allspark_bus import tensors
 from allspark_bus.catalogue import ModelRecord
+from allspark_bus.compute_unit import parse_unit
 from allspark_bus.ledger import Ending, now_ms
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
@@ -84,10 +85,12 @@ def model_config(record: ModelRecord, settings: WorkerSettings) -> ModelConfig:
     config = record.model_config()
     path = confine(config.model_path, settings.model_root)
     weights = confine(config.weights_path, settings.model_root) if config.weights_path else path
+    devices = parse_unit(config.compute_unit).devices(settings.device)
     return ModelConfig(
         model_path=str(path),
         weights_path=str(weights),
-        device=settings.device,
+        device=devices[0],
+        devices=devices if len(devices) > 1 else (),
         dtype=_dtype(config.matmul_precision, weights, settings),
         max_length=config.engine_max_length,
         max_batch=config.engine_max_batch,

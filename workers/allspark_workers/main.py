@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 
 import uvloop
 from allspark_bus.catalogue import Catalogue, ModelRecord
+from allspark_bus.compute_unit import parse_unit
 from allspark_bus.errors import FleetError
 from allspark_bus.ledger import Ledger
 from allspark_bus.store import Store
@@ -69,8 +70,7 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _is_eligible(self, record: ModelRecord) -> bool:
-        kind = record.model_config().compute_unit.partition(":")[0].lower()
-        return self._settings.device.startswith(kind)
+        return parse_unit(record.model_config().compute_unit).fits(self._settings.device)
 
     def _host(self, name: str, engine: EnginePort) -> HostedModel:
         return HostedModel(name, engine, self._emit, self._on_crash)

@@ -15,7 +15,7 @@ class WorkerSettings(ProcessSettings):
     broker: ZmqEndpoints = ("tcp://127.0.0.1:5551",)
     """Backend endpoint of a broker. Repeat for several; the worker serves all of them."""
     device: Device = "cpu"
-    """Where models run: cpu or cuda:INDEX."""
+    """Where models run: cpu, cuda:INDEX, or several GPUs for models whose compute_unit names several."""
     name: str = ""
     """Name shown in status and logs; empty: made from host and process id."""
     model_root: PathList = ()

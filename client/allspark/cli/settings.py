@@ -91,7 +91,7 @@ class LoadSettings(Settings):
     """Model as the workers see it: a path inside their model root, and its name. Repeat for several."""
     grpc: GrpcAddresses = ("127.0.0.1:50051",)
     """Address of a gateway. Repeat for several; the next one is used when one does not answer."""
-    compute_unit: Annotated[str, Metavar("CPU:0|CUDA:0")] = ""
+    compute_unit: Annotated[str, Metavar("CPU:0|CUDA:0,1")] = ""
     """Kind of device that the model needs; empty: any."""
     max_length: Natural = 0
     """Longest request in tokens, prompt included; 0: the model's own limit."""

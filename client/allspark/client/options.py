@@ -84,9 +84,9 @@ class GenerateOptions:
 class ModelOptions:
     """How to build a model; an empty or zero value lets the fleet choose.
 
-    ``compute_unit`` is ``CPU:0`` or ``CUDA:0``; ``max_length`` is in tokens, prompt included; ``span_size``
-    is in tokens; ``prefix_cache_ttl_s`` in seconds. ``cache_mode`` says how K and V are kept: 0 in the
-    model's number format, 1 as int8, 2 as uint4 (see CACHE_MODES).
+    ``compute_unit`` is ``CPU:0``, ``CUDA:0``, or several (``CUDA:0,1``); ``max_length`` is in tokens, prompt
+    included; ``span_size`` is in tokens; ``prefix_cache_ttl_s`` in seconds. ``cache_mode`` says how K and V
+    are kept: 0 in the model's number format, 1 as int8, 2 as uint4 (see CACHE_MODES).
     """
 
     weights_path: str = ""

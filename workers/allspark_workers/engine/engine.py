@@ -6,12 +6,14 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from allspark_workers.engine.adapters import AdapterPool
 from allspark_workers.engine.admission import check_request
+from allspark_workers.engine.errors import GroupError
 from allspark_workers.engine.facts import model_facts
 from allspark_workers.engine.families import Family, Progress, SampleFamily, Tensors, make_sequence
 from allspark_workers.engine.graphs import is_worth_capturing
@@ -37,6 +39,9 @@ from allspark_workers.engine.types import (
 )
 from allspark_workers.models.loader import Model
 
+if TYPE_CHECKING:
+    from allspark_workers.parallel.leader import Leader
+
 logger = logging.getLogger(__name__)
 
 _WARM_UP_STEPS = 3
@@ -52,8 +57,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, config: ModelConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        model: Model,
+        config: ModelConfig,
+        clock: Callable[[], float] = time.monotonic,
+        leader: Leader | None = None,
     ) -> None:
+        """`leader`: `model` is rank 0's part of one on several devices, these are the other ranks."""
+        self._leader = leader
         self.profile_enabled = False
         self._model = model
         self._config = config
@@ -87,7 +98,11 @@ class Engine:
         self._scheduler = self._new_scheduler()
         self._counters = Counters()
         cache = allocate_kv(self._model, self._layout)
-        runner = Runner(self._model, cache, self._scheduler, self._profiler, self._adapters.table)
+        if self._leader is not None:
+            self._leader.allocate(self._layout.num_spans)
+        runner = Runner(
+            self._model, cache, self._scheduler, self._profiler, self._adapters.table, self._leader
+        )
         self._warm_up(runner)
         if is_worth_capturing(self._model):
             runner.capture(self._facts.max_length)
@@ -102,6 +117,8 @@ class Engine:
         Must not run while another thread is inside `step`.
         """
         self._runner = None
+        if self._leader is not None:
+            self._leader.free()
         self._inbox.clear()
         self._adapters.forget_requests()
         self._families.clear()
@@ -137,7 +154,9 @@ class Engine:
         self._inbox.put(Verb.RESUME, request_id)
 
     def has_work(self) -> bool:
-        """Whether `step` would do something now."""
+        """Whether `step` would do something now. Raises GroupError if a rank is gone."""
+        if self._leader is not None:
+            self._leader.check()
         if self._inbox:
             return True
         if not self._is_stalled and self._scheduler.has_work():
@@ -282,7 +301,9 @@ class Engine:
             return _spread(rows, runner.run(rows, is_profiled))
         except torch.AcceleratorError:
             raise  # the device's context is lost: nothing in this process can compute on it any more
-        except Exception as error:  # noqa: BLE001 - request border: the culprit fails alone, below
+        except Exception as error:
+            if self._leader is not None:  # ranks may be at different places of the step
+                raise GroupError(f"a step over several devices failed: {error}") from error
             logger.warning("a step of %d requests failed (%s): running each alone", len(rows), error)
             runner.forget(rows)
         results: list[Result | Exception] = []

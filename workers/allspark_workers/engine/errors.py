@@ -19,6 +19,10 @@ class ModelMemoryError(EngineError):
     """Weights or KV spans do not fit into the device's memory; says what was asked and what there is."""
 
 
+class GroupError(EngineError):
+    """A rank of a model on several devices is gone: the model cannot go on, and its process must end."""
+
+
 class LedgerError(EngineError):
     """The page ledger does not balance: a programming error, never a user's."""
 

@@ -15,8 +15,8 @@ _NOT_WRITTEN = -1
 
 
 def is_worth_capturing(model: Model) -> bool:
-    """Whether the kernels of the device can be captured; the PyTorch fallback cannot."""
-    return backend_for(model.device) != "torch"
+    """Whether a step can be captured; the PyTorch fallback and the exchange between devices cannot."""
+    return backend_for(model.device) != "torch" and model.decoder.exchange is None
 
 
 def buckets(max_batch: int, is_padding_free: bool = False) -> list[int]:

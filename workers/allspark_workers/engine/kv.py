@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from allspark_kernels import KVFormat, kv_format
@@ -37,6 +37,10 @@ class KVLayout:
     def bytes_per_span(self) -> int:
         """K and V of all layers of one span."""
         return 2 * self.num_layers * self.frame_bytes
+
+    def with_spans(self, num_spans: int) -> KVLayout:
+        """The same layout with another number of spans."""
+        return replace(self, num_spans=num_spans)
 
     @property
     def num_tokens(self) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from allspark_kernels import NO_ADAPTER, LoraTable, plan_attention
+from allspark_kernels import NO_ADAPTER, LoraTable
 
 from allspark_workers.engine.adapted import AdaptedLinears
 from allspark_workers.engine.batch import RaggedBatch, build_batch
@@ -14,6 +15,7 @@ from allspark_workers.engine.beam_candidates import beam_candidates
 from allspark_workers.engine.beams import Candidates
 from allspark_workers.engine.device import check_health, use_device
 from allspark_workers.engine.embeddings import GivenEmbeddings, given_embeddings, replace_embeddings
+from allspark_workers.engine.forward import last_of_rows, step_tensors
 from allspark_workers.engine.graphs import DecodeGraphs
 from allspark_workers.engine.inference import HiddenStates
 from allspark_workers.engine.kv import copy_spans
@@ -24,6 +26,9 @@ from allspark_workers.engine.sequence import Sequence
 from allspark_workers.models.decoder import KVCache, StepTensors
 from allspark_workers.models.loader import Model
 from allspark_workers.models.ops import DIRECT, KernelOps, timed_ops
+
+if TYPE_CHECKING:
+    from allspark_workers.parallel.leader import Leader
 
 Result = int | Candidates | HiddenStates | None
 
@@ -38,7 +43,9 @@ class Runner:
         scheduler: Scheduler,
         profiler: Profiler,
         adapters: LoraTable | None = None,
+        leader: Leader | None = None,
     ) -> None:
+        self._leader = leader
         self._model = model
         self._cache = cache
         self._scheduler = scheduler
@@ -59,6 +66,8 @@ class Runner:
     def copy_spans(self, copies: dict[int, int]) -> None:
         """Give each span (key) the content of another one (value)."""
         with torch.inference_mode(), use_device(self._model.device):
+            if self._leader is not None:
+                self._leader.copy_spans(copies)
             copy_spans(self._cache, copies)
 
     def run(self, rows: list[Row], is_profiled: bool = False) -> list[Result]:
@@ -84,22 +93,27 @@ class Runner:
         batch = replace(batch, last=np.arange(batch.tokens.shape[1]))
         ops = self._timed if is_profiled else DIRECT
         ops = self._with_adapters(ops, rows, batch) or ops
+        given = given_embeddings(rows)
+        if self._leader is not None:
+            self._leader.infer(batch, given)
         decoder, step = self._model.decoder, self._step(batch, is_profiled)
-        residual = replace_embeddings(decoder.embed(ops, step.ids), given_embeddings(rows))
+        residual = replace_embeddings(decoder.embed(ops, step.ids), given)
         hidden = decoder.hidden(ops, residual, step, self._cache)
-        ends = torch.from_numpy(np.cumsum(batch.q_lens) - 1).to(self._model.device)
-        logits = decoder.logits(ops, hidden.index_select(0, ends)).float().cpu().numpy()
+        logits = decoder.logits(ops, last_of_rows(hidden, batch)).float().cpu().numpy()
         parts = np.split(hidden.float().cpu().numpy(), np.cumsum(batch.q_lens)[:-1])
         return [HiddenStates(part, row) for part, row in zip(parts, logits, strict=True)]
 
     def _run(self, rows: list[Row], is_profiled: bool) -> list[Result]:
         with self._profiler.measure("reshape", "BuildBatch", is_profiled):
             batch = build_batch(rows, self._scheduler.span_table, self._scheduler.span_size)
+        given = given_embeddings(rows)
+        if self._leader is not None:
+            self._leader.step(batch, given)
         ops = self._timed if is_profiled else DIRECT
         adapted = self._with_adapters(ops, rows, batch)
         if adapted is None and self._graphs is not None and not is_profiled and batch.is_decode:
             logits = self._graphs.run(batch)
-        elif given := given_embeddings(rows):
+        elif given:
             logits = self._forward_given(adapted or ops, batch, is_profiled, given)
         else:
             logits = self._forward(adapted or ops, batch, is_profiled)
@@ -152,21 +166,5 @@ class Runner:
         return decoder.blocks(ops, residual, step, self._cache)
 
     def _step(self, batch: RaggedBatch, is_profiled: bool) -> StepTensors:
-        model, arch = self._model, self._model.arch
         with self._profiler.measure("reshape", "PlanAttention", is_profiled):
-            plan = plan_attention(
-                batch.q_lens,
-                batch.kv_lens,
-                batch.span_table,
-                self._scheduler.span_size,
-                model.device,
-                arch.num_heads,
-                arch.num_kv_heads,
-                arch.head_dim,
-                batch.decode_lens,
-            )
-            tokens = torch.from_numpy(batch.tokens).to(model.device)
-            ids, positions, slots = tokens.unbind(0)
-            is_partial = len(batch.last) != tokens.shape[1]
-            last = torch.from_numpy(batch.last).to(model.device) if is_partial else None
-        return StepTensors(ids, positions, slots, plan, last)
+            return step_tensors(self._model, self._scheduler.span_size, batch)

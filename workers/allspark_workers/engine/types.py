@@ -223,6 +223,7 @@ class ModelConfig:
     `cache_mode`: how K and V are stored, 0 in the model's dtype, 1 as int8, 2 as uint4.
     `enable_prefix_cache`: keep K and V of prompts for `prefix_cache_ttl_s` seconds after their last use (0:
     share them among live requests only), up to `prefix_host_bytes` of them in host memory if spans are short.
+    `devices`: those of a model on several devices, a rank for each (`device` is then not read).
     """
 
     model_path: str
@@ -243,6 +244,7 @@ class ModelConfig:
     enable_prefix_cache: bool = False
     prefix_cache_ttl_s: float = 0.0
     prefix_host_bytes: int = 0
+    devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.model_path:

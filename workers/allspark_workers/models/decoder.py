@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from allspark_kernels import AttentionPlan, PackedLinear
@@ -58,8 +59,18 @@ class KVCache:
     values: tuple[torch.Tensor, ...]
 
 
+class Exchange(Protocol):
+    """How the ranks of a model on several devices complete each other's results."""
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's x [T, H]."""
+
+    def join_columns(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """[R, width] from every rank's columns."""
+
+
 class Decoder:
-    """Weights, laid out for their device, and the forward pass."""
+    """Weights, laid out for their device, and the forward pass; with `exchange`: one rank's part of them."""
 
     def __init__(
         self,
@@ -69,6 +80,7 @@ class Decoder:
         final_norm: torch.Tensor,
         lm_head: PackedLinear,
         cos_sin: torch.Tensor,
+        exchange: Exchange | None = None,
     ) -> None:
         self.arch = arch
         self.embedding = embedding
@@ -76,6 +88,7 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.cos_sin = cos_sin
+        self.exchange = exchange
         self.compute_dtype = final_norm.dtype
         self._scale = arch.head_dim**-0.5
         self._heads = [arch.num_heads, arch.num_kv_heads, arch.num_kv_heads]
@@ -99,7 +112,10 @@ class Decoder:
 
     def logits(self, ops: KernelOps, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] from hidden states [R, H] after the final norm."""
-        return ops.lm_head(hidden, self.lm_head)
+        logits = ops.lm_head(hidden, self.lm_head)
+        if self.exchange is None:
+            return logits
+        return self.exchange.join_columns(logits, self.arch.vocab_size)
 
     def hidden(
         self, ops: KernelOps, residual: torch.Tensor, step: StepTensors, cache: KVCache
@@ -117,15 +133,18 @@ class Decoder:
             if index == final and step.last is not None:
                 # Nothing after the last attention mixes tokens: go on with those that are wanted.
                 x, residual = x.index_select(0, step.last), residual.index_select(0, step.last)
-            x = linear(x, layer.output)
+            x = self._whole(linear(x, layer.output))
             if layer.attention_post_norm is not None:
                 x = ops.rms_norm(x, layer.attention_post_norm, eps)
             x = add_norm(x, residual, layer.mlp_norm, eps)
-            x = linear(silu_mul(linear(x, layer.gate_up)), layer.down)
+            x = self._whole(linear(silu_mul(linear(x, layer.gate_up)), layer.down))
             if layer.mlp_post_norm is not None:
                 x = ops.rms_norm(x, layer.mlp_post_norm, eps)
             x = add_norm(x, residual, next_norm, eps)
         return x
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.exchange is None else self.exchange.sum(x)
 
     def _attend(
         self,

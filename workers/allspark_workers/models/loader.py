@@ -15,12 +15,13 @@ from allspark_workers.engine.device import free_bytes
 from allspark_workers.engine.errors import ModelIOError, ModelMemoryError, UnsupportedModelError
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.architecture import Architecture
-from allspark_workers.models.decoder import Decoder, Layer
+from allspark_workers.models.decoder import Decoder, Exchange, Layer
 from allspark_workers.models.families import FAMILIES
 from allspark_workers.models.gguf_file import GGUFFile
 from allspark_workers.models.hf_config import read_architecture
 from allspark_workers.models.rope import cos_sin_table, half_split_rows, settled
 from allspark_workers.models.safetensors_source import SafetensorsSource
+from allspark_workers.models.shards import Shard, ShardedSource
 from allspark_workers.models.source import WeightSource, digest_files
 
 logger = logging.getLogger(__name__)
@@ -50,14 +51,24 @@ class Model:
         return _DTYPE_NAMES[self.dtype]
 
 
-def load_model(config: ModelConfig, progress: Progress | None = None) -> Model:
+def load_model(
+    config: ModelConfig,
+    progress: Progress | None = None,
+    shard: Shard | None = None,
+    exchange: Exchange | None = None,
+) -> Model:
     """Read the checkpoint that `config` names; `progress(fraction, text)` is called as it goes on.
+
+    `shard`: only this rank's part of a model on several devices, which `exchange` connects.
 
     Raises ModelIOError (missing, truncated or malformed file), UnsupportedModelError, ModelMemoryError.
     """
     report = progress or (lambda _fraction, _text: None)
     report(0.0, "reading configuration")
     arch, source, paths = _open(config)
+    whole = arch
+    if shard is not None:
+        arch, source = shard.architecture(arch), ShardedSource(source, arch, shard)
     device = _device(config.device)
     dtype = source.dtype if config.dtype == "auto" else _DTYPES[config.dtype]
     max_length = _max_length(config, arch)
@@ -70,15 +81,20 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> Model:
             f"{device} has {_mib(free)} MiB free"
         )
     try:
-        builder = _Builder(arch, source, device, dtype, config.dtype != "auto", report)
-        decoder, weight_bytes = builder.build(max_length)
+        builder = _Builder(arch, source, device, dtype, config.dtype != "auto", report, shard)
+        decoder, weight_bytes = builder.build(max_length, exchange)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelMemoryError(
             f"out of memory on {device} while loading {source.location}: {error}"
         ) from error
     report(1.0, "weights loaded")
-    digest = hashlib.sha256(f"{arch!r} {digest_files(paths)}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{whole!r} {digest_files(paths)}".encode()).hexdigest()
     return Model(decoder, arch, device, dtype, max_length, weight_bytes, digest)
+
+
+def architecture_of(config: ModelConfig) -> Architecture:
+    """What the model is, from its configuration alone. Raises ModelIOError or UnsupportedModelError."""
+    return _open(config)[0]
 
 
 def _open(config: ModelConfig) -> tuple[Architecture, WeightSource, list[Path]]:
@@ -147,7 +163,9 @@ class _Builder:
         dtype: torch.dtype,
         rounds_inputs: bool,
         report: Progress,
+        shard: Shard | None,
     ) -> None:
+        self._vocab = (shard or Shard(0, 1)).part(arch.vocab_size)
         self._arch = arch
         self._rounds_inputs = rounds_inputs
         self._source = source
@@ -157,7 +175,7 @@ class _Builder:
         self._report = report
         self._bytes = 0
 
-    def build(self, max_length: int) -> tuple[Decoder, int]:
+    def build(self, max_length: int, exchange: Exchange | None) -> tuple[Decoder, int]:
         """The model and the bytes its weights occupy."""
         arch = self._arch
         layers = []
@@ -166,11 +184,12 @@ class _Builder:
             self._report((index + 1) / (arch.num_layers + 2), f"layer {index + 1} of {arch.num_layers}")
         table = self._tensor("model.embed_tokens.weight", (arch.vocab_size, arch.hidden_size), self._dtype)
         self._bytes += table.nbytes
-        head = self._pack(table) if self._is_tied() else self._matrix(["lm_head"], [arch.vocab_size])
+        rows = self._vocab.stop - self._vocab.start
+        head = self._pack(table[self._vocab]) if self._is_tied() else self._matrix(["lm_head"], [rows])
         norm = self._norm("model.norm", arch.hidden_size)
         cos_sin = cos_sin_table(arch.rope, max_length).to(self._device)
         self._bytes += cos_sin.nbytes
-        return Decoder(arch, table, layers, norm, head, cos_sin), self._bytes
+        return Decoder(arch, table, layers, norm, head, cos_sin, exchange), self._bytes
 
     def _is_tied(self) -> bool:
         if self._arch.is_tied is not None:

@@ -1,0 +1,186 @@
+"""One model over several ranks, real processes and gloo: against one rank, and when a rank dies."""
+
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from allspark_workers.engine.engine import Engine
+from allspark_workers.engine.errors import GroupError, ModelIOError, UnsupportedModelError
+from allspark_workers.engine.types import EmbeddingRun, EngineRequest, ModelConfig, Task
+from allspark_workers.load import load_parallel
+from allspark_workers.models.hf_config import read_architecture
+from allspark_workers.models.loader import load_model
+from allspark_workers.models.shards import Shard, ShardedSource
+from allspark_workers.parallel.leader import Leader, rank_config
+from engine_helpers import VOCAB, TinyModels, request, run_all
+
+NEW = 6
+
+
+def config(path: Path, size: int, **more: object) -> ModelConfig:
+    base = ModelConfig(str(path), dtype="fp32", num_threads=size, max_batch=8, kv_bytes=16 << 20)
+    return replace(base, devices=("cpu",) * size, **more)
+
+
+def prompts(count: int) -> dict[str, list[int]]:
+    rng = np.random.default_rng(7)
+    return {f"p{i}": rng.integers(3, VOCAB, rng.integers(1, 70)).tolist() for i in range(count)}
+
+
+@pytest.fixture
+def parallel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ModelConfig], Engine]]:
+    """Started engines on several ranks, whose death does not take the test with it."""
+    monkeypatch.setattr("allspark_workers.load._leave", lambda reason: None)
+    engines: list[Engine] = []
+
+    def make(settings: ModelConfig) -> Engine:
+        engine = load_parallel(settings, lambda fraction, text: None)
+        engine.start()
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        leader = engine._leader
+        assert leader is not None
+        leader.close()
+
+
+# Four ranks share two KV heads; biases are added once; fused matrices of the checkpoint are cut part by part.
+@pytest.mark.parametrize(("variant", "size"), [("llama-tied", 4), ("llama-biases", 2), ("phi3", 2)])
+def test_several_ranks_give_the_tokens_of_one(
+    parallel: Callable[[ModelConfig], Engine],
+    make_engine: Callable[..., Engine],
+    tiny: TinyModels,
+    variant: str,
+    size: int,
+) -> None:
+    requests = [request(name, ids, NEW) for name, ids in prompts(3).items()]
+    engine = parallel(config(tiny.path(variant), size, prefill_chunk=32))
+    got = run_all(engine, requests)
+    expected = run_all(make_engine(variant), [request(name, ids, NEW) for name, ids in prompts(3).items()])
+    assert got.tokens == expected.tokens
+    engine.check()
+    engine.stop()
+    engine.start()  # ranks allocate anew
+    again = run_all(engine, [request("again", prompts(1)["p0"], NEW)])
+    assert again.tokens["again"] == expected.tokens["p0"]
+
+
+def test_beams_samples_states_and_given_embeddings_too(
+    parallel: Callable[[ModelConfig], Engine], make_engine: Callable[..., Engine], tiny: TinyModels
+) -> None:
+    """Copies of spans, passes that keep all states, and embeddings reach the other ranks."""
+    values = np.random.default_rng(3).standard_normal((4, 64)).astype(np.float32)
+
+    def asked() -> list[EngineRequest]:
+        ids = prompts(1)["p0"] + [5] * 9
+        inference = request("states", ids, 1)
+        inference.task = Task.INFER
+        rich = request("rich", ids, NEW)
+        rich.embeddings = (EmbeddingRun(2, values),)
+        return [
+            request("beams", ids, NEW, num_beams=3, num_return_sequences=2),
+            request("samples", ids, NEW, do_sample=True, num_return_sequences=3, seed=4),
+            inference,
+            rich,
+        ]
+
+    got = run_all(parallel(config(tiny.path("llama-tied"), 2)), asked())
+    expected = run_all(make_engine("llama-tied"), asked())
+    assert got.tokens == expected.tokens
+    assert set(got.ends) == set(expected.ends) == {"beams", "samples", "states", "rich"}
+    for name, end in expected.ends.items():
+        assert set(got.ends[name].tensors) == set(end.tensors)
+        for key, tensor in end.tensors.items():
+            np.testing.assert_allclose(
+                got.ends[name].tensors[key], tensor, atol=1e-4, err_msg=f"{name} {key}"
+            )
+
+
+def test_a_row_has_the_same_bits_alone_and_among_neighbours(
+    parallel: Callable[[ModelConfig], Engine], tiny: TinyModels
+) -> None:
+    engine = parallel(config(tiny.path("llama-tied"), 2))
+    sampled = {"do_sample": True, "temperature": 3.0, "seed": 5}
+    alone = run_all(engine, [request("x", [5, 6, 7], 40, **sampled)]).tokens["x"]
+    many = [request(name, ids, NEW) for name, ids in prompts(7).items()]
+    assert run_all(engine, [*many, request("x", [5, 6, 7], 40, **sampled)]).tokens["x"] == alone
+
+
+def test_a_rank_that_dies_takes_its_group_down_at_once(
+    parallel: Callable[[ModelConfig], Engine], tiny: TinyModels
+) -> None:
+    engine = parallel(config(tiny.path("llama-tied"), 2))
+    leader = engine._leader
+    assert leader is not None
+    engine.submit(request("x", [5, 6, 7], 500))
+    engine.step()
+    leader._processes[0].send_signal(signal.SIGKILL)
+    with pytest.raises(GroupError, match="rank"):
+        for _ in range(500):
+            engine.has_work()
+            engine.step()
+
+
+def test_ranks_end_with_their_leader(tiny: TinyModels) -> None:
+    leader = Leader(config(tiny.path("llama-tied"), 2))
+    load_model(leader.config, None, leader.shard, leader.group)
+    leader.wait_loaded()
+    process = leader._processes[0]
+    leader.close()
+    assert process.returncode == 0
+
+
+def test_a_rank_that_cannot_load_says_why(tiny: TinyModels, tmp_path: Path) -> None:
+    missing_path = tmp_path / "nothing"
+    missing = config(missing_path, 2)
+    with pytest.raises(ModelIOError, match="nothing"):
+        load_parallel(missing, lambda fraction, text: None)
+    with pytest.raises(UnsupportedModelError, match="3 devices"):
+        Shard(0, 3).architecture(read_architecture(tiny.path("llama-tied")))
+    with pytest.raises(UnsupportedModelError, match="adapters"):
+        load_parallel(config(missing_path, 2, lora_names=("a",)), lambda fraction, text: None)
+
+
+@pytest.mark.parametrize("variant", ["llama-biases", "llama-tied", "qwen2", "phi3", "glm"])
+def test_parts_of_all_ranks_are_the_whole_model(tiny: TinyModels, variant: str) -> None:
+    """Products of the parts, summed or joined, against the whole matrices of the same checkpoint."""
+    whole = load_model(ModelConfig(str(tiny.path(variant)), dtype="fp32"))
+    parts = [
+        load_model(rank_config(config(tiny.path(variant), 2), rank), None, Shard(rank, 2)) for rank in (0, 1)
+    ]
+    layer = whole.decoder.layers[0]
+    mine = [part.decoder.layers[0] for part in parts]
+    local = parts[0].arch
+    rows = [count * local.head_dim for count in (local.num_heads, local.num_kv_heads, local.num_kv_heads)]
+    qkv = [part.qkv.unpack().split(rows) for part in mine]
+    joined = torch.cat([torch.cat(pieces) for pieces in zip(*qkv, strict=True)])
+    assert torch.equal(joined, layer.qkv.unpack())
+    assert torch.equal(torch.cat([part.output.unpack() for part in mine], 1), layer.output.unpack())
+    assert torch.equal(torch.cat([part.down.unpack() for part in mine], 1), layer.down.unpack())
+    halves = [part.gate_up.unpack().chunk(2) for part in mine]
+    assert torch.equal(
+        torch.cat([torch.cat(pair) for pair in zip(*halves, strict=True)]), layer.gate_up.unpack()
+    )
+    heads = [part.decoder.lm_head.unpack() for part in parts]
+    assert torch.equal(torch.cat(heads), whole.decoder.lm_head.unpack())
+
+
+def test_a_tensor_of_unknown_meaning_is_refused(tiny: TinyModels) -> None:
+    class Source:
+        dtype, location = torch.float32, "here"
+
+        def names(self) -> frozenset[str]:
+            return frozenset(("model.layers.0.mystery.weight",))
+
+        def get(self, name: str) -> torch.Tensor:
+            return torch.zeros(4, 4)
+
+    arch = read_architecture(tiny.path("llama-tied"))
+    with pytest.raises(UnsupportedModelError, match="mystery"):
+        ShardedSource(Source(), arch, Shard(0, 2)).get("model.layers.0.mystery.weight")

@@ -1,0 +1,1 @@
+"""One model over several devices: tensor parallelism, a process for each device."""
