@@ -5,13 +5,14 @@ the argmax of its logits at the position before. By induction that is what its o
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from allspark.client import Client, GenerateOptions, ModelOptions
+from allspark.client import CACHE_MODES, Client, GenerateOptions, ModelOptions
 from allspark.launcher import Fleet, FleetOptions
 from allspark.text import load_tokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -42,6 +43,7 @@ def fleet(tiny: TinyModels, smollm2: Path) -> Iterator[Fleet]:
     with Fleet(FleetOptions(workers=1, model_roots=roots), report) as fleet:
         for family in FAMILIES:
             fleet.load_model(family, tiny.path(family), EXACT)
+        fleet.load_model("qwen3-int8", tiny.path("qwen3"), replace(EXACT, cache_mode=CACHE_MODES["int8"]))
         fleet.load_model("smollm2", smollm2, EXACT)
         yield fleet
 
@@ -57,9 +59,15 @@ def generate(fleet: Fleet, model: str, prompts: list[list[int]]) -> list[list[in
 
 
 @torch.inference_mode()
-def assert_greedy(reference: Any, prompt: list[int], answer: list[int]) -> None:
+def logits_before(reference: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Logits [NEW, V] that the reference draws each token of the answer from."""
     assert len(answer) == NEW
-    logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    logits: torch.Tensor = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return logits
+
+
+def assert_greedy(reference: Any, prompt: list[int], answer: list[int]) -> None:
+    logits = logits_before(reference, prompt, answer)
     expected = logits.argmax(-1).tolist()
     wrong = [i for i, (a, b) in enumerate(zip(answer, expected, strict=True)) if a != b]
     if wrong:
@@ -72,6 +80,26 @@ def test_tiny_models_of_every_family(fleet: Fleet, tiny: TinyModels, family: str
     prompts = [random_prompt(n, seed=n) for n in (1, 2, 31, 32, 33, 127)]
     for prompt, answer in zip(prompts, generate(fleet, family, prompts), strict=True):
         assert_greedy(tiny.reference(family), prompt, answer)
+
+
+def test_int8_cache_of_a_model_built_with_it(fleet: Fleet, tiny: TinyModels) -> None:
+    """Six prompts of one model with int8 KV: frames of its size, and tokens that are the reference's best or
+    within a hundredth of the logits' range of it."""
+    prompts = [random_prompt(n, seed=n) for n in (1, 2, 31, 32, 33, 127)]
+    with Client(fleet.addresses) as client:
+        assert client.stat("qwen3-int8").span_size == 32 * 3 * (32 + 8)
+        assert client.stat("qwen3").span_size == 32 * 3 * 32 * 4
+    equal = total = 0
+    for prompt, answer in zip(prompts, generate(fleet, "qwen3-int8", prompts), strict=True):
+        logits = logits_before(tiny.reference("qwen3"), prompt, answer)
+        chosen = logits.gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+        gap = (logits.amax(1) - chosen).max()
+        print(f"gap {gap:.4f} of {logits.amax() - logits.amin():.2f}")
+        assert gap <= 0.01 * (logits.amax() - logits.amin())
+        equal += int((logits.argmax(1) == torch.tensor(answer)).sum())
+        total += NEW
+    print(f"{equal} of {total} tokens are the reference's best")
+    assert equal >= 0.95 * total
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ def swap_threshold_below_zero_forbids_Unload(s: Server) -> None:
         assert s.status("UnloadModelFromDeviceMemory", name) == INVALID
 
 
-@case("2.4.14", CONFIG + "cache_mode", "AsEngineStat.span_size", waits_for="kvquant")
+@case("2.4.14", CONFIG + "cache_mode", "AsEngineStat.span_size")
 def cache_mode_shrinks_a_frame_as_the_formulas_say(s: Server) -> None:
     config = oracle.reference(s.reference_path).config
     heads, size, tokens = config.num_key_value_heads, config.head_dim, 16
