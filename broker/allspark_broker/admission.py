@@ -4,7 +4,7 @@ import hashlib
 import math
 
 import numpy as np
-from allspark_bus import tensors
+from allspark_bus import response_format, tensors
 from allspark_bus.errors import CacheMemoryOut, LimitError, ParamError
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
@@ -43,6 +43,7 @@ def check_request(request: pb.StartRequestRequest, facts: fleet.ModelFacts) -> N
     _check_ids("input_ids", prompt, facts.vocab_size)
     _check_words(request.config, facts.vocab_size)
     _check_ranges(request.config, facts.vocab_size)
+    response_format.check(request.config, facts.vocab_size)
 
 
 def check_adapter_name(field: str, name: str) -> None:
@@ -62,7 +63,6 @@ def _check_supported(request: pb.StartRequestRequest) -> None:
         "top_p_arr": bool(config.top_p_arr),
         "seed_arr": bool(config.seed_arr),
         "probe_only": config.probe_only,
-        "response_format": bool(config.response_format.get("type")),
     }
     for name, is_used in unsupported.items():
         if is_used:

@@ -2,7 +2,7 @@
 
 import logging
 
-from allspark_bus import keys
+from allspark_bus import keys, response_format
 from allspark_bus.errors import Denied, FleetError, ParamError, UnknownRequest
 from allspark_bus.ledger import Ending, Entry, Ledger, now_ms
 from allspark_proto import allspark_service_pb2 as pb
@@ -79,6 +79,8 @@ class Requests:
 
     async def _record(self, envelope: fleet.Envelope, rid: str, digest: bytes) -> None:
         request = envelope.start_request
+        if response_format.document(request.config.response_format) is None:
+            request.config.ClearField("vocab")  # megabytes that nothing will read
         worker = self._dispatcher.reserve(request, rid)
         entry = Entry(
             rid,

@@ -42,7 +42,7 @@ REASON = "allspark-reason"
 RETRY_AFTER_MS = "allspark-retry-after-ms"
 
 #: Reasons of a request that came to its natural or requested end; any other reason is an interruption.
-FINISHED_REASONS = frozenset({"eos", "length", "stop_words", "stopped", "probed", "inferred"})
+FINISHED_REASONS = frozenset({"eos", "length", "stop_words", "stopped", "complete", "probed", "inferred"})
 
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 

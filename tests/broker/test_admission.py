@@ -45,6 +45,14 @@ def other_tensor(tensor: pb.Tensor) -> pb.StartRequestRequest:
     return r
 
 
+def guided(**config: object) -> pb.StartRequestRequest:
+    return request(response_format={"type": "json_object"}, **config)
+
+
+def schema(text: str) -> pb.StartRequestRequest:
+    return request(response_format={"type": "json_schema", "json_schema": text})
+
+
 def shape(*dims: int) -> pb.Tensor.Shape:
     return pb.Tensor.Shape(dims=dims)
 
@@ -64,6 +72,13 @@ LEGAL = {
     "empty stop word": request(stop_words_ids=[[]]),
     "vocab without a response format": request(vocab={"a": 1}, vocab_type=pb.VOCAB_TYPE_BPE),
     "response format that switches nothing on": request(response_format={"type": ""}),
+    "response format text": request(response_format={"type": "text"}),
+    "JSON": request(response_format={"type": "json_object"}),
+    "JSON of a schema": request(response_format={"type": "json_object", "json_schema": '{"enum": ["ü"]}'}),
+    "schema that allows anything": request(response_format={"type": "json_schema", "json_schema": "true"}),
+    "regex": request(response_format={"type": "regex", "regex": "a+"}),
+    "grammar": request(response_format={"type": "grammar", "grammar": 'start: "a"'}),
+    "vocabulary with holes": guided(vocab={"a": 0, "b": 99}, vocab_type=pb.VOCAB_TYPE_BPE),
     "ignored by definition": request(loop_context=True, input_len=7, num_beams=1, num_return_sequences=1),
     "another tensor": other_tensor(pb.Tensor(shape=shape(2), data_type=pb.INT8, data=b"ab")),
     "a string tensor": other_tensor(pb.Tensor(shape=shape(1), data_type=pb.STRING, data="grüß".encode())),
@@ -126,7 +141,31 @@ ILLEGAL = [
     ("top_p_arr", request(top_p_arr=[0.5]), 2, "top_p_arr"),
     ("seed_arr", request(seed_arr=[1]), 2, "seed_arr"),
     ("probe_only", request(probe_only=True), 2, "probe_only"),
-    ("response_format", request(response_format={"type": "json_object"}), 2, "response_format"),
+    ("unknown response format", request(response_format={"type": "yaml"}), 2, "unknown type 'yaml'"),
+    ("schema without a type", request(response_format={"json_schema": "{}"}), 2, "uses none of them"),
+    ("schema is missing", request(response_format={"type": "json_schema"}), 2, "needs the key 'json_schema'"),
+    ("regex is missing", request(response_format={"type": "regex"}), 2, "needs the key 'regex'"),
+    ("regex is empty", request(response_format={"type": "regex", "regex": ""}), 2, "is empty"),
+    ("unknown key", request(response_format={"type": "json_object", "strict": "1"}), 2, "strict"),
+    (
+        "key of another type",
+        request(response_format={"type": "regex", "regex": "a", "grammar": ""}),
+        2,
+        "not use",
+    ),
+    ("schema that is no JSON", schema("{"), 2, "not JSON"),
+    ("schema with a constant that is no JSON", schema('{"maximum": NaN}'), 2, "NaN"),
+    ("schema that is a number", schema("5"), 2, "an object, true or false"),
+    ("schema nested for ever", schema("[" * 100_000), 2, "nested too deeply"),
+    ("schema of over a MiB", schema(" " * (1 << 20) + "{}"), 7, "the limit is 1048576"),
+    ("guided beams", guided(num_beams=2), 2, "num_beams"),
+    ("vocab over the vocabulary", guided(vocab={"a": 100}), 2, "id 100 is outside"),
+    ("negative id in vocab", guided(vocab={"a": -1}), 2, "id -1 is outside"),
+    ("id twice in vocab", guided(vocab={"a": 1, "b": 1}), 2, "same id"),
+    ("long entry in vocab", guided(vocab={"a" * 257: 1}), 7, "256 characters"),
+    ("unknown vocab_type", guided(vocab={"a": 1}, vocab_type=9), 2, "vocab_type 9"),
+    ("huge vocab", guided(vocab={"a" * (17 << 20): 1}), 7, "the limit is 16777216"),
+    ("huge vocab that nothing uses", request(vocab={"a" * (17 << 20): 1}), 7, "the limit is 16777216"),
     ("ModelInference", pb.StartRequestRequest(infer_type=pb.ModelInference), 2, "ModelInference"),
     ("rich text", pb.StartRequestRequest(mm_type=pb.MultiMediaTypeRichText), 2, "rich text"),
 ]

@@ -9,6 +9,7 @@ from allspark_bus.compute_unit import parse_unit
 from allspark_bus.ledger import Ending, now_ms
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
+from allspark_proto import metadata
 
 from allspark_workers.engine.types import (
     EngineRequest,
@@ -18,19 +19,11 @@ from allspark_workers.engine.types import (
     ModelConfig,
     ModelFacts,
 )
+from allspark_workers.guided.guide import Guide
 from allspark_workers.paths import confine
 from allspark_workers.settings import WorkerSettings
 
-_FINISHED = frozenset(
-    {
-        FinishReason.EOS,
-        FinishReason.LENGTH,
-        FinishReason.STOP_WORDS,
-        FinishReason.STOPPED,
-        FinishReason.PROBED,
-        FinishReason.INFERRED,
-    }
-)
+_FINISHED = frozenset(FinishReason(reason) for reason in metadata.FINISHED_REASONS)
 _DTYPE_OF_PRECISION = {"medium": "bf16", "medium_bf16": "bf16", "medium_fp16": "fp16"}
 
 
@@ -55,8 +48,10 @@ def generation_params(config: pb.GenerateConfig, max_length: int) -> GenerationP
     )
 
 
-def engine_request(dispatch: fleet.Dispatch, generated: list[int], facts: ModelFacts) -> EngineRequest:
-    """`generated`: the tokens that are in the stream already."""
+def engine_request(
+    dispatch: fleet.Dispatch, generated: list[int], facts: ModelFacts, guide: Guide | None = None
+) -> EngineRequest:
+    """`generated`: the tokens that are in the stream already; `guide` has read them."""
     now_s = time.monotonic()
     deadline_s = None
     if dispatch.deadline_unix_ms:
@@ -71,6 +66,7 @@ def engine_request(dispatch: fleet.Dispatch, generated: list[int], facts: ModelF
         arrival_s=now_s,
         deadline_s=deadline_s,
         lora_name=dispatch.request.config.lora_name,
+        guide=guide,
     )
 
 

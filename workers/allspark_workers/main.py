@@ -27,6 +27,7 @@ from allspark_workers.engine.errors import EngineError
 from allspark_workers.engine.threads import SWITCH_INTERVAL_S, set_environment
 from allspark_workers.engine.types import StepOutput
 from allspark_workers.file_info import file_information
+from allspark_workers.guided.guides import Guides
 from allspark_workers.hosted import HostedModel
 from allspark_workers.ports import EnginePort, LoadEngine
 from allspark_workers.publisher import Publication, Publisher
@@ -64,7 +65,10 @@ class Worker:
         self._reconciler = Reconciler(
             Catalogue(self._store), settings, load, self._host, self._links.state_changed, self._is_eligible
         )
-        self._requests = Requests(self._ledger, self._publisher, self._reconciler.running, settings.max_queue)
+        self._guides = Guides(int(settings.max_grammar_bytes), settings.grammar_cpu_s)
+        self._requests = Requests(
+            self._ledger, self._publisher, self._reconciler.running, self._guides, settings.max_queue
+        )
         self._loop = asyncio.get_running_loop()
         self._drain = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -185,6 +189,7 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*running, drain, *self._tasks, return_exceptions=True)
             self._links.close()
+            await self._guides.close()
             await self._store.close()
 
     async def _leave(self) -> None:

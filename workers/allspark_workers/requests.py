@@ -8,8 +8,10 @@ from allspark_bus.ledger import Ending, Ledger
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
-from allspark_workers.convert import engine_request
+from allspark_workers.convert import ending_of, engine_request
 from allspark_workers.engine.types import FinishReason, StepOutput
+from allspark_workers.guided.errors import GuideError
+from allspark_workers.guided.guides import Guides
 from allspark_workers.hosted import HostedModel
 from allspark_workers.publisher import Publication, Publisher
 
@@ -19,18 +21,22 @@ Send = Callable[..., Awaitable[None]]
 
 
 class Requests:
-    """`find(model)` is the running model or None; `max_queue` bounds what this worker holds."""
+    """`find(model)` is the running model or None; `guides` compiles what requests ask their text to be;
+    `max_queue` bounds what this worker holds.
+    """
 
     def __init__(
         self,
         ledger: Ledger,
         publisher: Publisher,
         find: Callable[[str], HostedModel | None],
+        guides: Guides,
         max_queue: int,
     ) -> None:
         self._ledger = ledger
         self._publisher = publisher
         self._find = find
+        self._guides = guides
         self._max_queue = max_queue
         self.is_draining = False
 
@@ -84,14 +90,26 @@ class Requests:
         try:
             generated = await self._ledger.tokens(rid) if d.resume else []
             publication.tokens, publication.published = list(generated), len(generated)
+            guide = await self._guides.prepare(d.request.config, hosted.engine.facts, generated)
             if publication.is_cancelled:
                 self._publisher.add([StepOutput(rid, d.epoch, 0, [], FinishReason.STOPPED)])
                 return
-            hosted.engine.submit(engine_request(d, generated, hosted.engine.facts))
+            hosted.engine.submit(engine_request(d, generated, hosted.engine.facts, guide))
+        except GuideError as e:
+            log.warning("request %s cannot be guided: %s", rid, e)
+            self._fail(publication, ending_of(FinishReason.GRAMMAR, str(e)))
         except (ValueError, FleetError) as e:
             reason = e.reason if isinstance(e, FleetError) else str(e)
             log.warning("request %s cannot run: %s", rid, reason)
-            self._publisher.fail(publication, Ending(pb.GenerateInterrupted, "error", reason))
+            self._fail(publication, Ending(pb.GenerateInterrupted, "error", reason))
+
+    def _fail(self, publication: Publication, ending: Ending) -> None:
+        """The engine will never hear of this request."""
+        if publication.is_cancelled:  # meanwhile, and whoever did that has moved or ended it
+            stopped = StepOutput(publication.request_id, publication.epoch, 0, [], FinishReason.STOPPED)
+            self._publisher.add([stopped])
+        else:
+            self._publisher.fail(publication, ending)
 
     def cancel(self, rid: str) -> None:
         """The request ended elsewhere."""

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from allspark_bus.setting_types import Count, Device, Metavar, PathList, Seconds, Size, ZmqEndpoints
 from allspark_bus.settings import ProcessSettings
-from pydantic import Field, model_validator
+from pydantic import ByteSize, Field, model_validator
 
 
 class WorkerSettings(ProcessSettings):
@@ -46,6 +46,10 @@ class WorkerSettings(ProcessSettings):
     """Tokens held back while Redis does not answer; requests pause when it is full."""
     publish_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False), Metavar("SECONDS")] = 0.04
     """Least time between two appends, in which tokens gather; first tokens and endings never wait."""
+    max_grammar_bytes: Size = ByteSize(256 << 10)
+    """Longest JSON schema, regular expression or grammar that a request may ask its text to follow."""
+    grammar_cpu_s: Seconds = 2.0
+    """CPU time that compiling one of them may take."""
     profile: bool = False
     """Measure every operator for GetOpProfilingInfo."""
 

@@ -74,7 +74,21 @@ def make_options(tokenizer: Tokenizer, settings: SamplingSettings) -> GenerateOp
         presence_penalty=settings.presence_penalty,
         suppress_repetition_in_generation=settings.suppress_repetition_in_generation,
         no_repeat_ngram_size=settings.no_repeat_ngram_size,
+        response_format=_response_format(settings),
     )
+
+
+def _response_format(settings: SamplingSettings) -> dict[str, str]:
+    """What the answer has to be; raises ``CommandError`` for a file that cannot be read."""
+    if settings.regex:
+        return {"type": "regex", "regex": settings.regex}
+    for kind, path in (("json_schema", settings.json_schema), ("grammar", settings.grammar)):
+        if path is not None:
+            try:
+                return {"type": kind, kind: path.expanduser().read_text(encoding="utf-8")}
+            except (OSError, UnicodeDecodeError) as error:
+                raise CommandError(f"allspark generate: cannot read {path}: {error}") from error
+    return {}
 
 
 def _tokenizer_path(settings: GenerateSettings) -> Path:

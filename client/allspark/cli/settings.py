@@ -148,6 +148,18 @@ class SamplingSettings(Settings):
     """End when the result ends with the tokens of this text. Repeat for several."""
     bad_word: Annotated[StrList, Metavar("TEXT")] = ()
     """Never generate the tokens of this text in sequence. Repeat for several."""
+    json_schema: Annotated[Path | None, Metavar("FILE")] = None
+    """Generate JSON that the schema in this file allows."""
+    regex: Annotated[str, Metavar("PATTERN")] = ""
+    """Generate text that this regular expression matches as a whole."""
+    grammar: Annotated[Path | None, Metavar("FILE")] = None
+    """Generate a text of the grammar in this file (Lark or GBNF)."""
+
+    @model_validator(mode="after")
+    def _one_document(self) -> Self:
+        if sum(map(bool, (self.json_schema, self.regex, self.grammar))) > 1:
+            raise ValueError("give one of --json-schema, --regex and --grammar")
+        return self
 
 
 class GenerateSettings(SamplingSettings):

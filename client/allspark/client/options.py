@@ -17,7 +17,9 @@ class GenerateOptions:
 
     ``max_new_tokens`` counts generated tokens, ``max_length`` and ``min_length`` prompt and generated tokens
     together; give at most one of the first two. ``early_stopping`` ends at ``eos_token_id`` (None: no such
-    token). ``top_k`` 0 and ``top_p`` 0 are off.
+    token). ``top_k`` 0 and ``top_p`` 0 are off. ``response_format`` makes the text follow a JSON schema, a
+    regular expression or a grammar (docs/guided-decoding.md); it needs ``vocab`` and ``vocab_type`` only if
+    the model has no tokenizer of its own.
     """
 
     max_new_tokens: int | None = None
@@ -44,6 +46,8 @@ class GenerateOptions:
     probe_only: bool = False
     lora_name: str = ""
     response_format: Mapping[str, str] = field(default_factory=dict)
+    vocab: Mapping[str, int] = field(default_factory=dict)
+    vocab_type: int = pb.VOCAB_TYPE_WPM
 
     def to_config(self, uuid: str, prompt_tokens: int) -> pb.GenerateConfig:
         """The message for a prompt of that many tokens; raises ``ValueError`` for contradicting lengths."""
@@ -77,6 +81,8 @@ class GenerateOptions:
             probe_only=self.probe_only,
             lora_name=self.lora_name,
             response_format=dict(self.response_format),
+            vocab=dict(self.vocab),
+            vocab_type=pb.VocabType.ValueType(self.vocab_type),
         )
 
 

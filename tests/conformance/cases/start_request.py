@@ -71,6 +71,8 @@ ROWS: tuple[tuple[str, str, int, list[int], dict[str, Any]], ...] = (
     ("2.5", "bad word below zero", PARAM, PROMPT, {"bad_words_ids": [[-1]]}),
     ("2.5.7", "json_schema that is no JSON", PARAM, PROMPT,
      {"response_format": {"type": "json_object", "json_schema": "{"}}),
+    ("2.5.7", "response_format of an unknown type", PARAM, PROMPT, {"response_format": {"type": "yaml"}}),
+    ("2.5.7", "json_schema without a type", PARAM, PROMPT, {"response_format": {"json_schema": "{}"}}),
     ("2.2", "unknown infer_type", PARAM, PROMPT, {"infer_type": 7}),
     ("2.2", "unknown mm_type", PARAM, PROMPT, {"mm_type": 7}),
 )  # fmt: skip

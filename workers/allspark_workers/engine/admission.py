@@ -55,6 +55,8 @@ def _check_sequences(request: EngineRequest, facts: ModelFacts) -> None:
         raise ValueError(f"request {key}: an element of seeds or top_ks is out of range")
     if params.num_beams == 1:
         return
+    if request.guide is not None:
+        raise ValueError(f"request {key}: beams cannot be guided")
     if count > params.num_beams or params.num_beams > facts.max_batch:
         raise ValueError(
             f"request {key}: num_beams {params.num_beams} must be at least num_return_sequences {count} "

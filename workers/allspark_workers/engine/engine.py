@@ -268,7 +268,7 @@ class Engine:
         if family is not None:
             self._families[seq.request_id] = family
         # A worker that died between its last token and the terminal record leaves a complete stream behind.
-        reason = seq.constraints.finish(seq) if seq.num_generated else None
+        reason = seq.finish() if seq.num_generated else None
         if reason is not None and isinstance(family, SampleFamily):
             self._advance(seq, family.settle(seq, reason))
         elif reason is not None:
@@ -343,15 +343,16 @@ class Engine:
     def _append(self, seq: Sequence, token: int) -> int:
         """Add a token to its request, or end the request if there is none; the number of tokens added."""
         if token < 0:
-            self._finish(seq, FinishReason.ERROR, message="the model produced no finite logit")
+            why, message = seq.without_token()
+            self._finish(seq, why, message=message)
             return 0
         position = seq.num_generated
         seq.append(token)
-        reason = seq.constraints.finish(seq)
+        reason = seq.finish()
         if reason is None:
             self._outputs.append(StepOutput(seq.request_id, seq.request.epoch, position, [token]))
         else:
-            self._finish(seq, reason, [token], position)
+            self._finish(seq, reason, [token], position, seq.explain(reason))
         return 1
 
     def _advance(self, seq: Sequence, progress: Progress) -> int:

@@ -26,6 +26,7 @@ def model_facts(model: Model, config: ModelConfig, layout: KVLayout) -> ModelFac
         device=str(model.device),
         weight_bytes=model.weight_bytes,
         digest=model.digest,
+        tokenizer_paths=(config.model_path, config.weights_path or config.model_path),
         hidden_size=arch.hidden_size,
         cache_mode=config.cache_mode,
     )

@@ -122,29 +122,36 @@ class SampleFamily:
         self.queued = members
 
     def _share_of(self, index: int) -> EngineRequest:
-        request = self.request
+        request, guide = self.request, self.request.guide
         return replace(
             request,
             request_id=_member_id(request, index),
             params=sequence_params(request.params, index),
             generated=request.generated if index == 0 else [],
+            guide=guide.restarted() if index and guide is not None else guide,
         )
 
     def take(self, sequence: Sequence, start: int, result: int) -> Progress:
         """Append a token to its sequence."""
         if result < 0:
-            return _no_logit()
+            reason, message = sequence.without_token()
+            if reason is FinishReason.COMPLETE:
+                return self.settle(sequence, reason)
+            return Progress(finish=reason, message=message)
         index = self.members.index(sequence)
         progress = Progress(num_generated=1)
         if index == 0:
             progress.tokens, progress.position = [result], self.num_published()
         sequence.append(result)
-        reason = sequence.constraints.finish(sequence)
-        return progress if reason is None else self.settle(sequence, reason, progress)
+        ended = sequence.finish()
+        return progress if ended is None else self.settle(sequence, ended, progress)
 
     def settle(self, sequence: Sequence, reason: FinishReason, progress: Progress | None = None) -> Progress:
         """A sequence is complete; the request ends with the last of them, for the reason of the first."""
         progress = progress or Progress()
+        if reason is FinishReason.GRAMMAR:
+            progress.finish, progress.message = reason, sequence.explain(reason)
+            return progress
         self._reasons[self.members.index(sequence)] = reason
         if len(self._reasons) == len(self.members):
             progress.finish = self._reasons[0]

@@ -19,6 +19,7 @@ from allspark_workers.engine.forward import last_of_rows, step_tensors
 from allspark_workers.engine.graphs import DecodeGraphs
 from allspark_workers.engine.inference import HiddenStates
 from allspark_workers.engine.kv import copy_spans
+from allspark_workers.engine.masks import Masks
 from allspark_workers.engine.profiler import Profiler
 from allspark_workers.engine.sampler import Sampler
 from allspark_workers.engine.scheduler import Row, Scheduler
@@ -52,6 +53,7 @@ class Runner:
         self._profiler = profiler
         self._timed = timed_ops(profiler.add, model.device)
         self._sampler = Sampler(model.arch.vocab_size, scheduler.max_batch, model.device)
+        self._masks = Masks(model.arch.vocab_size, scheduler.max_batch, model.device)
         self._graphs: DecodeGraphs | None = None
         self._adapted = AdaptedLinears(model.decoder, adapters) if adapters is not None else None
 
@@ -111,13 +113,14 @@ class Runner:
             self._leader.step(batch, given)
         ops = self._timed if is_profiled else DIRECT
         adapted = self._with_adapters(ops, rows, batch)
+        sequences = [row.sequence for row in rows if row.samples]
+        self._masks.begin(sequences)  # while the model computes
         if adapted is None and self._graphs is not None and not is_profiled and batch.is_decode:
             logits = self._graphs.run(batch)
         elif given:
             logits = self._forward_given(adapted or ops, batch, is_profiled, given)
         else:
             logits = self._forward(adapted or ops, batch, is_profiled)
-        sequences = [row.sequence for row in rows if row.samples]
         if not sequences:
             return []
         return self._select(ops, logits.float(), sequences)
@@ -135,15 +138,17 @@ class Runner:
 
     def _select(self, ops: KernelOps, logits: torch.Tensor, sequences: list[Sequence]) -> list[Result]:
         is_beam = [seq.gang is not None for seq in sequences]
+        masks = self._masks.take()
         if not any(is_beam):
-            return [*self._sampler.sample(ops, logits, sequences)]
+            return [*self._sampler.sample(ops, logits, sequences, masks)]
         beams = [i for i, yes in enumerate(is_beam) if yes]
         others = [i for i, yes in enumerate(is_beam) if not yes]
         results: dict[int, Result] = {}
         found = beam_candidates(logits[beams], [sequences[i] for i in beams])
         results.update(zip(beams, found, strict=True))
         if others:
-            drawn = self._sampler.sample(ops, logits[others], [sequences[i] for i in others])
+            allowed = None if masks is None else masks[others]
+            drawn = self._sampler.sample(ops, logits[others], [sequences[i] for i in others], allowed)
             results.update(zip(others, drawn, strict=True))
         return [results[i] for i in range(len(sequences))]
 
@@ -153,6 +158,7 @@ class Runner:
         Raises torch.AcceleratorError if the device cannot be used any more.
         """
         check_health(self._model.device)
+        self._masks.drop()
         self._sampler.forget([row.sequence for row in rows])
 
     def _forward(self, ops: KernelOps, batch: RaggedBatch, is_profiled: bool) -> torch.Tensor:

@@ -33,13 +33,24 @@ class Sampler:
         self._penalised: list[int] = []
         self._empty = torch.empty(0, dtype=torch.int64, device=device)
 
-    def sample(self, ops: KernelOps, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-        """Next token of each sequence from logits [B, V] float32 (modified in place); -1 if none is left."""
+    def sample(
+        self,
+        ops: KernelOps,
+        logits: torch.Tensor,
+        sequences: list[Sequence],
+        allow_mask: torch.Tensor | None = None,
+    ) -> list[int]:
+        """Next token of each sequence from logits [B, V] float32 (modified in place); -1 if none is left.
+
+        `allow_mask` as in SamplingBatch; None: every token is allowed.
+        """
         batch = self._settings(sequences)
         self._mark_history(sequences)
         ban_rows, ban_ids = self._bans(sequences)
         position = torch.tensor([s.length for s in sequences], dtype=torch.int64, device=self._device)
         batch = replace(batch, position=position, ban_rows=ban_rows, ban_ids=ban_ids, seen=self._seen_rows())
+        if allow_mask is not None:
+            batch = replace(batch, allow_mask=allow_mask)
         drawn = ops.sample(logits, batch)
         if self._penalised and self._seen is not None:
             index = self._penalised

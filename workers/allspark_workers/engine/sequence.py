@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allspark_workers.engine.constraints import Constraints
-from allspark_workers.engine.types import EngineRequest, Task
+from allspark_workers.engine.types import EngineRequest, FinishReason, Task
 
 if TYPE_CHECKING:
     from allspark_workers.engine.families import Family
@@ -34,6 +34,7 @@ class Sequence:
         "constraints",
         "family",
         "gang",
+        "guide",
         "is_done",
         "is_held",
         "is_inference",
@@ -80,6 +81,7 @@ class Sequence:
         self.gang: Gang | None = None
         self.is_marked = False  # the penalty bitmask of `row` holds this request's tokens
         self.constraints = Constraints(params)
+        self.guide = request.guide
         # Service order: higher priority first, then earlier arrival; the serial number breaks ties.
         self.order = (-request.priority, request.arrival_s, serial)
         greedy = not params.do_sample or params.temperature < MIN_GREEDY_TEMPERATURE
@@ -150,12 +152,37 @@ class Sequence:
         self.constraints = Constraints(self.request.params)
         self.is_marked = False
 
+    def finish(self) -> FinishReason | None:
+        """Why the request ends now that its newest token is known; None if it goes on."""
+        reason = self.constraints.finish(self)
+        if reason is not None or self.guide is None:
+            return reason
+        if self.guide.is_complete:
+            return FinishReason.COMPLETE
+        return FinishReason.GRAMMAR if self.guide.problem else None
+
+    def without_token(self) -> tuple[FinishReason, str]:
+        """How the request ends for which no token could be drawn, and why."""
+        if self.guide is not None and self.guide.problem:
+            return FinishReason.GRAMMAR, self.explain(FinishReason.GRAMMAR)
+        if self.guide is not None and self.guide.may_end:
+            return FinishReason.COMPLETE, ""
+        return FinishReason.ERROR, "the model produced no finite logit"
+
+    def explain(self, reason: FinishReason) -> str:
+        """What happened, where the reason alone does not say it."""
+        if self.guide is None or reason is not FinishReason.GRAMMAR:
+            return ""
+        return f"guided decoding cannot go on after {self.num_generated} tokens: {self.guide.problem}"
+
     def append(self, token: int) -> None:
         """Add a generated token."""
         if self.length == len(self.tokens):
             self.tokens = np.concatenate((self.tokens, np.empty(self.length, np.int64)))
         self.tokens[self.length] = token
         self.length += 1
+        if self.guide is not None:
+            self.guide.advance(token)
 
     def tail(self, count: int) -> tuple[int, ...]:
         """The last `count` tokens, or all of them if there are fewer."""

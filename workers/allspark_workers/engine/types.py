@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from allspark_workers.guided.guide import Guide
 
 SPAN_SIZES: Final = (16, 32, 64, 128)
 DTYPES: Final = ("auto", "bf16", "fp16", "fp32")
@@ -27,8 +30,10 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     STOP_WORDS = "stop_words"
     STOPPED = "stopped"
+    COMPLETE = "complete"
     CACHE_MEMORY = "cache_memory"
     DEADLINE = "deadline"
+    GRAMMAR = "grammar"
     ERROR = "error"
     PROBED = "probed"
     INFERRED = "inferred"
@@ -120,6 +125,7 @@ class EngineRequest:
     `lora_name`: its adapter, empty for the base model; the engine that takes the request fills in `adapter`.
     `embeddings` are in order and do not overlap; `content_salt` is a hash of what the prompt's KV depends on
     besides its ids (b"": nothing), so equal ids with different salts must not share KV.
+    `guide` says which tokens may come next; it has read `generated`, and belongs to the engine from now on.
     """
 
     request_id: str
@@ -135,6 +141,7 @@ class EngineRequest:
     task: Task = Task.GENERATE
     embeddings: tuple[EmbeddingRun, ...] = ()
     content_salt: bytes = b""
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +169,7 @@ class ModelFacts:
     `max_length`: the longest request in tokens, prompt included. `span_size`: tokens per span; `span_bytes`:
     bytes of one frame, that is K or V of one layer for `span_size` tokens. `digest`: hex, over the
     configuration and the weights' names, shapes and dtypes. `cache_mode` as in ModelConfig: KV of one
-    mode is worthless under another.
+    mode is worthless under another. `tokenizer_paths`: where the model's tokenizer may be, best first.
     """
 
     model_type: str
@@ -182,6 +189,7 @@ class ModelFacts:
     digest: str
     cache_mode: int = 0
     hidden_size: int = 0
+    tokenizer_paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

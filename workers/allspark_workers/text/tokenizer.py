@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
 from allspark_workers.text import gguf_tokenizer
@@ -55,6 +56,25 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens left out."""
         return str(self._raw.decode(list(ids), skip_special_tokens=True))
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id, added tokens included."""
+        return max(self._raw.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Tokens that mark something and are not text."""
+        added = self._raw.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
+
+    def to_json(self, *control_tokens: str) -> str:
+        """The tokenizer as a tokenizer.json, with these control tokens added at its end."""
+        raw = RawTokenizer.from_str(self._raw.to_str())
+        raw.no_padding()
+        raw.no_truncation()
+        raw.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control_tokens])
+        return str(raw.to_str())
 
     def stream(self) -> TextStream:
         """A fresh incremental decoder."""

@@ -1,0 +1,118 @@
+"""Vocabularies that documents are compiled for: the loaded model's own, or one that came with a request."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+
+from llguidance import LLTokenizer
+
+from allspark_workers.guided.errors import GuideError
+from allspark_workers.guided.vocabulary import Vocabulary, from_entries, read_entries
+from allspark_workers.text import TextError, Tokenizer, load_tokenizer
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+#: Name of the token that ends a document where the request has no eos token; it is never generated.
+_END: Final = "<|allspark-end-of-document|>"
+
+
+class Recent(Generic[Key, Value]):
+    """The `limit` values used last."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Key) -> Value | None:
+        """The value, which is now the one used last."""
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
+    def put(self, key: Key, value: Value) -> None:
+        """Keep a value at the cost of the one that was not used for longest."""
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self._limit:
+            self._values.popitem(last=False)
+
+    def get_or_make(self, key: Key, make: Callable[[], Value]) -> Value:
+        """The value, made if it is not there."""
+        value = self.get(key)
+        if value is None:
+            value = make()
+            self.put(key, value)
+        return value
+
+
+class Words(NamedTuple):
+    """A tokenizer of the library with model size + 1 ids; `hidden` marks the end where there is no eos."""
+
+    tokenizer: LLTokenizer
+    hidden: int | None
+
+
+class Source(Protocol):
+    """Where tokens come from. `control`: ids that are not text, so that they may end a document."""
+
+    control: frozenset[int]
+
+    def words(self, eos_ids: Sequence[int]) -> Words:
+        """The library's view of it with these end tokens. Raises GuideError."""
+
+
+class RequestSource:
+    """The `vocab` and `vocab_type` of a request, for a model of `size` tokens. Raises GuideError."""
+
+    def __init__(self, vocab: Mapping[str, int], vocab_type: int, size: int) -> None:
+        self._vocabulary = read_entries(vocab, vocab_type, size)
+        self.control = frozenset(self._vocabulary.control)
+
+    def words(self, eos_ids: Sequence[int]) -> Words:
+        """Not more than the entries is known: forced text is cut greedily."""
+        tokens, control = self._vocabulary.tokens, self._vocabulary.control
+        size = len(tokens)
+        if eos_ids:
+            return Words(from_entries(Vocabulary([*tokens, b""], control), eos_ids), None)
+        return Words(from_entries(Vocabulary([*tokens, _END.encode()], [*control, size]), [size]), size)
+
+
+class ModelSource:
+    """The tokenizer of a model: of its directory, or inside its GGUF file. Raises GuideError."""
+
+    def __init__(self, paths: Sequence[str], size: int) -> None:
+        self._tokenizer = _load(paths)
+        self._size = size
+        if self._tokenizer.vocab_size > size:
+            raise GuideError(
+                f"the model's tokenizer has {self._tokenizer.vocab_size} tokens, the model {size}; "
+                "send the tokens that the model knows as vocab"
+            )
+        self.control = self._tokenizer.control_ids
+
+    def words(self, eos_ids: Sequence[int]) -> Words:
+        """Text that the document forces is cut as the model's tokenizer cuts it."""
+        size = self._size + 1
+        if eos_ids:
+            return Words(LLTokenizer(self._tokenizer.to_json(), size, list(eos_ids)), None)
+        end = self._tokenizer.vocab_size
+        return Words(LLTokenizer(self._tokenizer.to_json(_END), size, end), end)
+
+
+def _load(paths: Sequence[str]) -> Tokenizer:
+    """The first tokenizer that one of the paths has."""
+    problems = []
+    for path in dict.fromkeys(paths):
+        try:
+            return load_tokenizer(Path(path))
+        except (TextError, OSError) as error:
+            problems.append(str(error))
+    why = "; ".join(problems) or "it names no files"
+    raise GuideError(f"the model has no usable tokenizer ({why}): send its entries as vocab and vocab_type")
