@@ -18,8 +18,26 @@ VOCAB_SIZE = 112  # a few rows more than the tokenizer has entries, as real chec
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
 
 
+ADAPTER = "conformance-adapter"
+RANK, ALPHA = 4, 8
+ADAPTED = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+
+
 def write(directory: Path) -> Path:
-    """Makes the model in `directory`; the same bytes on every machine."""
+    """Makes the model in `directory`; the same bytes on every machine.
+
+    A LoRA adapter lies in it, and the model with the adapter merged into its weights beside it, at
+    `<directory>-merged`.
+    """
+    weights = _weights()
+    _write_model(directory, weights)
+    adapter = _adapter(weights)
+    _write_adapter(directory / ADAPTER, adapter)
+    _write_model(directory.with_name(f"{directory.name}-merged"), _merged(weights, adapter))
+    return directory
+
+
+def _write_model(directory: Path, weights: dict[str, NDArray[np.float32]]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -42,9 +60,52 @@ def write(directory: Path) -> Path:
         "transformers_version": "5.24.0",
     }
     (directory / "config.json").write_text(json.dumps(config))
-    save_file(_weights(), directory / "model.safetensors", {"format": "pt"})
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
     _write_tokenizer(directory)
-    return directory
+
+
+def _adapter(weights: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """A and B of every adapted matrix, under the model's names for it."""
+    rng = np.random.default_rng(SEED + 1)
+    pairs = {}
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(ADAPTED):
+            rows, columns = weight.shape
+            pairs[f"{module}.lora_A"] = rng.normal(0.0, 0.2, (RANK, columns)).astype(np.float32)
+            pairs[f"{module}.lora_B"] = rng.normal(0.0, 0.2, (rows, RANK)).astype(np.float32)
+    return pairs
+
+
+def _merged(
+    weights: dict[str, NDArray[np.float32]], adapter: dict[str, NDArray[np.float32]]
+) -> dict[str, NDArray[np.float32]]:
+    """W + alpha / r B A."""
+    merged = dict(weights)
+    for name, up in adapter.items():
+        if name.endswith(".lora_B"):
+            module = name.removesuffix(".lora_B")
+            product = up.astype(np.float64) @ adapter[f"{module}.lora_A"].astype(np.float64)
+            merged[f"{module}.weight"] = (weights[f"{module}.weight"] + ALPHA / RANK * product).astype(
+                np.float32
+            )
+    return merged
+
+
+def _write_adapter(directory: Path, adapter: dict[str, NDArray[np.float32]]) -> None:
+    """In the layout of the peft library."""
+    directory.mkdir(exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": sorted({name.rpartition(".")[2] for name in ADAPTED}),
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {f"base_model.model.{name}.weight": value for name, value in adapter.items()}
+    save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
 
 
 def _weights() -> dict[str, NDArray[np.float32]]:

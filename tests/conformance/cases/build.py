@@ -182,7 +182,7 @@ def prefix_cache_ttl_zero_reuses_only_among_live_requests(s: Server) -> None:
         assert s.stat(name).prefix_cache_hit_token == 0
 
 
-@case("2.4.10", CONFIG + "lora_names", "LoraNames.names", "GenerateConfig.lora_name", waits_for="lora")
+@case("2.4.10", CONFIG + "lora_names", "LoraNames.names", "GenerateConfig.lora_name")
 def an_adapter_named_at_Build_serves_requests(s: Server) -> None:
     adapter = adapter_of(s)
     with s.model(lora_names=[adapter]) as name:

@@ -305,7 +305,7 @@ def probe_only_finishes_without_tokens(s: Server) -> None:
     assert live.release() == OK
 
 
-@case("D", C + "lora_name", waits_for="lora")
+@case("D", C + "lora_name")
 def an_adapter_is_loaded_at_first_use_and_mixes_with_the_base(s: Server) -> None:
     adapter = adapter_of(s)
     with s.model() as name:
@@ -316,7 +316,7 @@ def an_adapter_is_loaded_at_first_use_and_mixes_with_the_base(s: Server) -> None
     assert results[1::2] == [results[1]] * 3 and results[1] != results[0]
 
 
-@case("1.5 #17", C + "lora_name", waits_for="lora")
+@case("1.5 #17", C + "lora_name")
 def a_stopped_request_lets_its_adapter_go(s: Server) -> None:
     with s.model(lora_names=[adapter_of(s)]) as name:
         live = s.start(PROMPT, model=name, max_length=0, lora_name=adapter_of(s))
