@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from allspark_workers.engine.engine import Engine
-from allspark_workers.engine.types import EngineRequest
+from allspark_workers.engine.types import EngineRequest, Task
 from engine_helpers import Collected, TinyModels, random_prompt, request
 from lora_helpers import ADAPTERS, merged, write_adapter
 
@@ -198,3 +199,45 @@ def test_the_prefix_cache_tells_adapters_apart(root: Path, make_engine: Maker) -
     for name in (*names, *names):
         assert served(engine, name) == expected[name]
     assert engine.stat().prefix_cache_hit_token == 3 * 64
+
+
+def test_every_sequence_of_a_request_has_its_adapter(
+    root: Path, tiny: TinyModels, make_engine: Maker
+) -> None:
+    """Beams, samples and a hidden-state request with adapters in one batch, against peft and each alone."""
+    prompt = PROMPTS[33]
+    model = merged(tiny, "qwen2", root / "qwen2" / "stable")
+    infer = request("infer", prompt, 1, lora_name="stable")
+    infer.task = Task.INFER
+    drawn = {"do_sample": True, "seed": 3, "num_return_sequences": 3}
+    engine = make_engine("qwen2", lora_roots=(str(root / "qwen2"),), lora_max_num=2, prefill_chunk=16)
+    got = run_until_idle(
+        engine,
+        [
+            request("base", prompt, 9),
+            request("beams", prompt, 9, lora_name="stable", num_beams=4),
+            request("samples", prompt, 9, lora_name="plain", **drawn),
+            infer,
+        ],
+    )
+    tokens = torch.tensor([prompt])
+    with torch.inference_mode():
+        beams = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=9,
+            num_beams=4,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        states = model(tokens, output_hidden_states=True).hidden_states[-1]
+    assert got.tokens["beams"] == beams[0, len(prompt) :].tolist()
+    difference = np.abs(got.ends["infer"].tensors["last_hidden_state"] - states.numpy()).max()
+    assert difference <= 2e-4, difference
+    alone = make_engine("qwen2", lora_roots=(str(root / "qwen2"),))
+    again = run_until_idle(alone, [request("samples", prompt, 9, lora_name="plain", **drawn)])
+    assert again.tokens["samples"] == got.tokens["samples"]
+    for key, value in again.ends["samples"].tensors.items():
+        assert np.array_equal(value, got.ends["samples"].tensors[key]), key
+    assert engine._adapters.num_leases("stable") == engine._adapters.num_leases("plain") == 0
