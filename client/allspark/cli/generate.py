@@ -74,6 +74,7 @@ def make_options(tokenizer: Tokenizer, settings: SamplingSettings) -> GenerateOp
         presence_penalty=settings.presence_penalty,
         suppress_repetition_in_generation=settings.suppress_repetition_in_generation,
         no_repeat_ngram_size=settings.no_repeat_ngram_size,
+        lora_name=settings.lora_name,
         response_format=_response_format(settings),
     )
 

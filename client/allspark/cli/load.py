@@ -16,6 +16,7 @@ def run(argv: Sequence[str]) -> int:
         max_length=settings.max_length,
         max_batch=settings.max_batch,
         cache_mode=CACHE_MODES[settings.cache_mode],
+        lora_names=settings.lora_names,
     )
     with Client(settings.grpc, model_timeout_s=settings.timeout_s) as client:
         for text in settings.model:

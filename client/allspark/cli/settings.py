@@ -100,6 +100,8 @@ class LoadSettings(Settings):
     cache_mode: CacheModeName = "default"
     """How K and V of the models are kept: default in the model's number format; int8 and uint4 hold about two
     and four times as many tokens, less exactly."""
+    lora_names: Annotated[StrList, Metavar("NAME")] = ()
+    """LoRA adapter to load with each of the models. Repeat for several; others are loaded at first use."""
     timeout_s: Seconds = 600.0
     """How long one model may take to load."""
 
@@ -148,6 +150,8 @@ class SamplingSettings(Settings):
     """End when the result ends with the tokens of this text. Repeat for several."""
     bad_word: Annotated[StrList, Metavar("TEXT")] = ()
     """Never generate the tokens of this text in sequence. Repeat for several."""
+    lora_name: Annotated[str, Metavar("NAME")] = ""
+    """LoRA adapter to use: a directory below the model's weights or below a model root of the workers."""
     json_schema: Annotated[Path | None, Metavar("FILE")] = None
     """Generate JSON that the schema in this file allows."""
     regex: Annotated[str, Metavar("PATTERN")] = ""
