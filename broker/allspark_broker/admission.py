@@ -10,6 +10,8 @@ from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from numpy.typing import NDArray
 
+from allspark_broker import variants
+
 MAX_WORDS = 1024
 MAX_WORD_TOKENS = 1024
 MAX_ADAPTER_NAME_BYTES = 512
@@ -34,7 +36,7 @@ def check_uuid(uuid: str, max_bytes: int) -> None:
 
 def check_request(request: pb.StartRequestRequest, facts: fleet.ModelFacts) -> None:
     """Raises ParamError, LimitError or CacheMemoryOut with the first thing that is wrong."""
-    _check_supported(request)
+    _check_counts(request.config)
     prompt = tensors.prompt_ids(request)
     for name, tensor in request.inputs.tensor_map.items():
         tensors.check(name, tensor)
@@ -44,6 +46,8 @@ def check_request(request: pb.StartRequestRequest, facts: fleet.ModelFacts) -> N
     _check_words(request.config, facts.vocab_size)
     _check_ranges(request.config, facts.vocab_size)
     response_format.check(request.config, facts.vocab_size)
+    variants.check_sequences(request.config, facts)
+    variants.check_task(request, prompt, facts)
 
 
 def check_adapter_name(field: str, name: str) -> None:
@@ -52,21 +56,7 @@ def check_adapter_name(field: str, name: str) -> None:
         raise ParamError(f"{field}: a name has at most {MAX_ADAPTER_NAME_BYTES} bytes, none of them zero")
 
 
-def _check_supported(request: pb.StartRequestRequest) -> None:
-    config = request.config
-    unsupported = {
-        "infer_type ModelInference": request.infer_type != pb.Generate,
-        "mm_type rich text": request.mm_type != pb.TextInput,
-        "num_beams > 1": config.num_beams > 1,
-        "num_return_sequences > 1": config.num_return_sequences > 1,
-        "top_k_arr": bool(config.top_k_arr),
-        "top_p_arr": bool(config.top_p_arr),
-        "seed_arr": bool(config.seed_arr),
-        "probe_only": config.probe_only,
-    }
-    for name, is_used in unsupported.items():
-        if is_used:
-            raise ParamError(f"{name} is not supported by this version; leave it out")
+def _check_counts(config: pb.GenerateConfig) -> None:
     for name in ("num_beams", "num_return_sequences", "async_token_num", "first_token_num"):
         if getattr(config, name) < 0:
             raise ParamError(f"{name} is {getattr(config, name)}; it must not be negative")

@@ -2,7 +2,7 @@
 
 import logging
 
-from allspark_bus import keys, response_format
+from allspark_bus import keys, response_format, rich_text
 from allspark_bus.errors import Denied, FleetError, ParamError, UnknownRequest
 from allspark_bus.ledger import Ending, Entry, Ledger, now_ms
 from allspark_proto import allspark_service_pb2 as pb
@@ -16,6 +16,7 @@ from allspark_broker.lifecycle import Lifecycle
 log = logging.getLogger(__name__)
 
 QUEUE_FULL_RETRY_MS = 1000
+_USED_TENSORS = frozenset({"input_ids", "attention_mask", "hash_input"})
 
 
 class Requests:
@@ -66,7 +67,7 @@ class Requests:
         record = self._lifecycle.serving(request.model_name)
         admission.check_request(request, record.model_facts())
         for key in request.inputs.tensor_map:
-            if key not in ("input_ids", "attention_mask", "hash_input"):
+            if key not in _USED_TENSORS and not rich_text.is_embedding(request, key):
                 log.warning("request %s: input tensor %r is not used", rid, key)
         if 0 < envelope.deadline_unix_ms <= now_ms():
             raise Denied(f"the deadline of request {envelope.start_request.config.uuid!r} has passed already")

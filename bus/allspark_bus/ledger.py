@@ -85,7 +85,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """One append of a step: `tokens` start at `position`; `ending` makes it the terminal record."""
+    """One append of a step: `tokens` start at `position`; `ending` makes it the terminal record.
+
+    `tensors`, serialised by name, go with it; only the terminal record may have some without tokens.
+    """
 
     request_id: str
     model: str
@@ -168,7 +171,7 @@ class Ledger:
         )
         args: list[Arg] = [a.epoch, a.position, len(a.tokens), records.encode(record)]
         if end is not None:
-            args += [end.status, end.reason, end.message, now_ms()]
+            args += [end.status, end.reason, end.message, now_ms(), 1 if a.tensors else 0]
         return APPEND.command(_keys(a.request_id), args)
 
     async def finish(self, rid: str, ending: Ending) -> tuple[str, str]:

@@ -22,8 +22,9 @@ MAX_ENTRIES = 4096
 class Batch:
     """What a read found. `outcome`: "ok", "busy", "unknown", "released" or "expired".
 
-    Tokens `[start, end)` of the generated sequence. `status` is the terminal GENERATE_STATUS if there is
-    nothing after `end`, else 0.
+    Tokens `[start, end)` of the generated sequence; `end` is one more than their number once the tensors of
+    the terminal record are among what was read. `status` is the terminal GENERATE_STATUS if there is nothing
+    after `end`, else 0.
     """
 
     outcome: str

@@ -107,6 +107,20 @@ def _check_rows(name: str, index: NDArray[np.generic], rows: int) -> None:
         raise ParamError(f"tensor {name!r}: a row index is outside [0, {rows})")
 
 
+def from_array(name: str, array: NDArray[np.int64] | NDArray[np.float32]) -> pb.Tensor:
+    """The tensor of an int64 or float32 array; raises ValueError for another type."""
+    types = {np.dtype(np.int64): pb.INT64, np.dtype(np.float32): pb.FLOAT32}
+    if array.dtype not in types:
+        raise ValueError(f"tensor {name!r}: {array.dtype} is neither int64 nor float32")
+    return pb.Tensor(
+        name=name,
+        shape=pb.Tensor.Shape(dims=array.shape),
+        device_type=pb.DeviceType(dev_type=pb.CPU),
+        data_type=types[array.dtype],
+        data=array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes(),
+    )
+
+
 def prompt_ids(request: pb.StartRequestRequest) -> NDArray[np.int64]:
     """The prompt [S] of a Generate request: tensor `input_ids`, [1, S] or [S], INT64 or INT32.
 

@@ -786,6 +786,7 @@ class ModelFacts(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     model_type: _builtins.str
     vocab_size: _builtins.int
     max_length: _builtins.int
@@ -799,6 +800,8 @@ class ModelFacts(_message.Message):
     num_layers: _builtins.int
     digest: _builtins.str
     """of configuration and weights; equal digests generate equal tokens"""
+    hidden_size: _builtins.int
+    """width of an embedding and of a hidden state"""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -814,10 +817,11 @@ class ModelFacts(_message.Message):
         dtype: _builtins.str = ...,
         num_layers: _builtins.int = ...,
         digest: _builtins.str = ...,
+        hidden_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_tokens", b"kv_tokens", "max_batch", b"max_batch", "max_length", b"max_length", "model_type", b"model_type", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "hidden_size", b"hidden_size", "kv_tokens", b"kv_tokens", "max_batch", b"max_batch", "max_length", b"max_length", "model_type", b"model_type", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ from allspark_bus.errors import FleetError
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
-FACTS = fleet.ModelFacts(vocab_size=100, max_length=32, max_batch=4, kv_tokens=1000)
+FACTS = fleet.ModelFacts(vocab_size=100, max_length=32, max_batch=6, kv_tokens=1000, hidden_size=8)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -53,6 +53,31 @@ def schema(text: str) -> pb.StartRequestRequest:
     return request(response_format={"type": "json_schema", "json_schema": text})
 
 
+def task(**fields: int) -> pb.StartRequestRequest:
+    r = request(probe_only=bool(fields.pop("probe_only", False)))
+    for key, value in fields.items():
+        setattr(r, key, value)
+    return r
+
+
+def rich(
+    ids: tuple[int, ...],
+    name: str,
+    dims: tuple[int, ...],
+    dtype: int = pb.FLOAT32,
+    value: float = 0.5,
+    size: int | None = None,
+) -> pb.StartRequestRequest:
+    """A rich-text request with one tensor of embeddings."""
+    r = request(ids)
+    r.mm_type = pb.MultiMediaTypeRichText
+    data = np.full(dims, value, "<f4").tobytes()
+    if dtype == pb.FLOAT16:
+        data = np.full(dims, value, "<f2").tobytes()
+    r.inputs.tensor_map[name].CopyFrom(pb.Tensor(data=data[:size], data_type=dtype, shape=shape(*dims)))
+    return r
+
+
 def shape(*dims: int) -> pb.Tensor.Shape:
     return pb.Tensor.Shape(dims=dims)
 
@@ -80,6 +105,21 @@ LEGAL = {
     "grammar": request(response_format={"type": "grammar", "grammar": 'start: "a"'}),
     "vocabulary with holes": guided(vocab={"a": 0, "b": 99}, vocab_type=pb.VOCAB_TYPE_BPE),
     "ignored by definition": request(loop_context=True, input_len=7, num_beams=1, num_return_sequences=1),
+    "neither beams nor sequences": request(num_beams=0, num_return_sequences=0),
+    "most beams": request(num_beams=6, num_return_sequences=6, length_penalty=-8.0),
+    "length_penalty without beams": request(length_penalty=100.0),
+    "settings of each sequence": request(
+        num_return_sequences=2, top_k_arr=[0, 5], top_p_arr=[0.0, 1.0], seed_arr=[-1, 1]
+    ),
+    "settings of all sequences": request(
+        num_return_sequences=5, top_k_arr=[3], top_p_arr=[0.5], seed_arr=[9]
+    ),
+    "one setting for one": request(top_k_arr=[3], top_p_arr=[0.5], seed_arr=[9]),
+    "a probe": request(probe_only=True),
+    "ModelInference": task(infer_type=pb.ModelInference),
+    "rich text without embeddings": task(mm_type=pb.MultiMediaTypeRichText),
+    "one run": rich((1, 9, 9, 2), "9", (2, 8)),
+    "two runs": rich((9, 9, 1, 9, 9), "9", (2, 2, 8), pb.FLOAT16),
     "another tensor": other_tensor(pb.Tensor(shape=shape(2), data_type=pb.INT8, data=b"ab")),
     "a string tensor": other_tensor(pb.Tensor(shape=shape(1), data_type=pb.STRING, data="grüß".encode())),
 }
@@ -135,12 +175,6 @@ ILLEGAL = [
     ("temperature infinite", request(temperature=INF), 2, "temperature"),
     ("no_repeat_ngram_size negative", request(no_repeat_ngram_size=-1), 2, "no_repeat_ngram_size"),
     ("async_token_num negative", request(async_token_num=-1), 2, "async_token_num"),
-    ("beams", request(num_beams=2), 2, "num_beams > 1 is not supported"),
-    ("several sequences", request(num_return_sequences=2), 2, "num_return_sequences"),
-    ("top_k_arr", request(top_k_arr=[1]), 2, "top_k_arr"),
-    ("top_p_arr", request(top_p_arr=[0.5]), 2, "top_p_arr"),
-    ("seed_arr", request(seed_arr=[1]), 2, "seed_arr"),
-    ("probe_only", request(probe_only=True), 2, "probe_only"),
     ("unknown response format", request(response_format={"type": "yaml"}), 2, "unknown type 'yaml'"),
     ("schema without a type", request(response_format={"json_schema": "{}"}), 2, "uses none of them"),
     ("schema is missing", request(response_format={"type": "json_schema"}), 2, "needs the key 'json_schema'"),
@@ -166,8 +200,33 @@ ILLEGAL = [
     ("unknown vocab_type", guided(vocab={"a": 1}, vocab_type=9), 2, "vocab_type 9"),
     ("huge vocab", guided(vocab={"a" * (17 << 20): 1}), 7, "the limit is 16777216"),
     ("huge vocab that nothing uses", request(vocab={"a" * (17 << 20): 1}), 7, "the limit is 16777216"),
-    ("ModelInference", pb.StartRequestRequest(infer_type=pb.ModelInference), 2, "ModelInference"),
-    ("rich text", pb.StartRequestRequest(mm_type=pb.MultiMediaTypeRichText), 2, "rich text"),
+    ("nine beams", request(num_beams=9), 2, "up to 8"),
+    ("more beams than places", request(num_beams=7), 7, "engine_max_batch is 6"),
+    ("more results than beams", request(num_beams=2, num_return_sequences=3), 2, "no more than 2 results"),
+    ("too many sequences", request(num_return_sequences=129), 7, "the limit is 128"),
+    ("negative num_beams", request(num_beams=-1), 2, "num_beams"),
+    ("negative num_return_sequences", request(num_return_sequences=-1), 2, "num_return_sequences"),
+    ("length_penalty not a number", request(num_beams=2, length_penalty=NAN), 2, "length_penalty"),
+    ("length_penalty too large", request(num_beams=2, length_penalty=8.5), 2, "[-8, 8]"),
+    ("two top_k_arr for one sequence", request(top_k_arr=[1, 2]), 2, "top_k_arr has 2 elements"),
+    ("two top_p_arr for three", request(top_p_arr=[0.1, 0.2], num_return_sequences=3), 2, "top_p_arr has 2"),
+    ("four seeds for three", request(seed_arr=[1, 2, 3, 4], num_return_sequences=3), 2, "seed_arr has 4"),
+    ("negative top_k_arr", request(top_k_arr=[-1]), 2, "top_k_arr has -1"),
+    ("top_p_arr over 1", request(top_p_arr=[1.5]), 2, "top_p_arr has 1.5"),
+    ("top_p_arr not a number", request(top_p_arr=[NAN]), 2, "top_p_arr has nan"),
+    ("unknown infer_type", task(infer_type=7), 2, "infer_type 7"),
+    ("unknown mm_type", task(mm_type=7), 2, "mm_type 7"),
+    ("a probe that infers", task(infer_type=1, probe_only=True), 2, "use one of them"),
+    ("embeddings for a token that is not there", rich((1, 2), "9", (1, 8)), 2, "the prompt has 0"),
+    ("embeddings for one of two runs", rich((9, 9, 1, 9, 9), "9", (2, 8)), 2, "for 1 runs"),
+    ("embeddings for too many runs", rich((9, 9, 1), "9", (2, 2, 8)), 2, "for 2 runs"),
+    ("embeddings of a run of other length", rich((9, 9, 1, 9), "9", (2, 2, 8)), 2, "the one at 3"),
+    ("adjacent runs are one", rich((9, 9, 9, 9), "9", (2, 2, 8)), 2, "for 2 runs"),
+    ("embeddings of another width", rich((9, 9, 1), "9", (2, 7)), 2, "the model's have 8"),
+    ("embeddings with one dimension", rich((9,), "9", (8,)), 2, "[rows, hidden]"),
+    ("embeddings that are integers", rich((9,), "9", (1, 8), pb.INT32), 2, "FLOAT32, FLOAT16 or BFLOAT16"),
+    ("embeddings that are not numbers", rich((9,), "9", (1, 8), value=NAN), 2, "finite"),
+    ("embeddings that are too short", rich((9,), "9", (1, 8), size=31), 2, "data has 31"),
 ]
 
 
@@ -207,3 +266,14 @@ def test_equal_bodies_have_equal_digests_whatever_the_order_of_their_maps() -> N
     assert digest(a) == digest(b)
     b.config.seed = 1
     assert digest(a) != digest(b)
+
+
+def test_hidden_states_that_no_message_holds_are_rejected() -> None:
+    facts = fleet.ModelFacts(vocab_size=100, max_length=32768, hidden_size=4096)
+    check_request(task(infer_type=pb.ModelInference), facts)
+    big = request([1] * 3100)
+    check_request(big, facts)
+    big.infer_type = pb.ModelInference
+    with pytest.raises(FleetError) as e:
+        check_request(big, facts)
+    assert e.value.status == pb.ALLSPARK_EXCEED_LIMIT_ERROR

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from allspark_workers.engine.embeddings import content_salt
+from allspark_workers.engine.content import content_salt
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.types import EmbeddingRun, EngineRequest, StepOutput, Task
 from engine_helpers import TinyModels, random_prompt, request, run_all

@@ -175,6 +175,29 @@ async def test_tensors_arrive_under_their_names(client: Client, producer: Produc
     assert dict(reply.tensors_from_model_inference.tensor_map) == {"sequence_1": tensor}
 
 
+async def test_tensors_without_tokens_come_in_an_element_of_their_own(
+    client: Client, producer: Producer
+) -> None:
+    """The loop of Get and GenerateStatus sees them before the end, and no second time."""
+    tensor = pb.Tensor(data_type=pb.FLOAT32, shape=pb.Tensor.Shape(dims=[1, 1]), data=b"\0" * 4)
+    await producer.admit(U)
+    waiting = asyncio.create_task(client.call("Get", UUID))
+    await producer.until_parked(U)
+    ending = Ending(pb.GenerateFinished, "inferred")
+    await producer.add(U, 0, ending=ending, tensors={"logits": tensor.SerializeToString()})
+    reply, trailing = await waiting
+    assert not reply.ids_from_generate and not reply.empty
+    assert dict(reply.tensors_from_model_inference.tensor_map) == {"logits": tensor}
+    assert trailing[metadata.FINISH_REASON] == "inferred"
+    assert await client.status(U) == pb.GenerateFinished and await client.length(U) == 0
+    reply, _ = await client.call("Get", UUID)
+    assert not reply.ids_from_generate and not reply.tensors_from_model_inference.tensor_map
+    reply, trailing = await client.call("Get", UUID, metadata=[(metadata.CURSOR, "0")])
+    assert dict(reply.tensors_from_model_inference.tensor_map) == {"logits": tensor}
+    reply, _ = await client.call("Get", UUID, metadata=[(metadata.CURSOR, trailing[metadata.CURSOR])])
+    assert not reply.tensors_from_model_inference.tensor_map
+
+
 async def test_a_long_result_comes_in_order_and_the_end_last(
     client: Client, producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

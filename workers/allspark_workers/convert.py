@@ -1,23 +1,29 @@
 """Protocol messages to engine types and back. Admission has checked the values already."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from allspark_bus import tensors
+import numpy as np
+from allspark_bus import rich_text, tensors
 from allspark_bus.catalogue import ModelRecord
 from allspark_bus.compute_unit import parse_unit
 from allspark_bus.ledger import Ending, now_ms
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from allspark_proto import metadata
+from numpy.typing import NDArray
 
+from allspark_workers.engine.content import content_salt
 from allspark_workers.engine.types import (
+    EmbeddingRun,
     EngineRequest,
     EngineStat,
     FinishReason,
     GenerationParams,
     ModelConfig,
     ModelFacts,
+    Task,
 )
 from allspark_workers.guided.guide import Guide
 from allspark_workers.paths import confine
@@ -28,7 +34,11 @@ _DTYPE_OF_PRECISION = {"medium": "bf16", "medium_bf16": "bf16", "medium_fp16": "
 
 
 def generation_params(config: pb.GenerateConfig, max_length: int) -> GenerationParams:
-    """What each wire zero means is in spec 2.5.1."""
+    """What each wire zero means is in spec 2.5.1.
+
+    One element of top_k_arr, top_p_arr or seed_arr takes the place of top_k, top_p or seed; several are those
+    of the sequences.
+    """
     return GenerationParams(
         max_length=config.max_length or max_length,
         min_length=max(0, config.min_length),
@@ -38,13 +48,19 @@ def generation_params(config: pb.GenerateConfig, max_length: int) -> GenerationP
         bad_words=tuple(tuple(a.word) for a in config.bad_words_ids.ids if a.word),
         do_sample=config.do_sample,
         temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=config.seed,
+        top_k=config.top_k_arr[0] if config.top_k_arr else config.top_k,
+        top_p=config.top_p_arr[0] if config.top_p_arr else config.top_p,
+        seed=config.seed_arr[0] if config.seed_arr else config.seed,
         repetition_penalty=config.repetition_penalty or 1.0,
         presence_penalty=config.presence_penalty,
         suppress_repetition=config.suppress_repetition_in_generation,
         no_repeat_ngram_size=config.no_repeat_ngram_size,
+        num_return_sequences=max(1, config.num_return_sequences),
+        top_ks=tuple(config.top_k_arr) if len(config.top_k_arr) > 1 else (),
+        top_ps=tuple(config.top_p_arr) if len(config.top_p_arr) > 1 else (),
+        seeds=tuple(config.seed_arr) if len(config.seed_arr) > 1 else (),
+        num_beams=max(1, config.num_beams),
+        length_penalty=config.length_penalty,
     )
 
 
@@ -56,10 +72,13 @@ def engine_request(
     deadline_s = None
     if dispatch.deadline_unix_ms:
         deadline_s = now_s + (dispatch.deadline_unix_ms - now_ms()) / 1000
+    request = dispatch.request
+    prompt = tensors.prompt_ids(request)
+    embeddings = tuple(EmbeddingRun(*run) for run in rich_text.embedding_runs(request, prompt))
     return EngineRequest(
         request_id=dispatch.request_id,
         epoch=dispatch.epoch,
-        prompt=tensors.prompt_ids(dispatch.request),
+        prompt=prompt,
         params=generation_params(dispatch.request.config, facts.max_length),
         generated=generated,
         priority=dispatch.priority,
@@ -67,13 +86,27 @@ def engine_request(
         deadline_s=deadline_s,
         lora_name=dispatch.request.config.lora_name,
         guide=guide,
+        task=_task(request),
+        embeddings=embeddings,
+        content_salt=content_salt(embeddings),
     )
+
+
+def _task(request: pb.StartRequestRequest) -> Task:
+    if request.infer_type == pb.ModelInference:
+        return Task.INFER
+    return Task.PROBE if request.config.probe_only else Task.GENERATE
 
 
 def ending_of(finish: FinishReason, message: str) -> Ending:
     """The terminal record of a finish reason."""
     status = pb.GenerateFinished if finish in _FINISHED else pb.GenerateInterrupted
     return Ending(status, finish.value, message)
+
+
+def tensor_bytes(arrays: Mapping[str, NDArray[np.int64] | NDArray[np.float32]]) -> dict[str, bytes]:
+    """What the terminal record carries besides tokens, serialised by name."""
+    return {name: tensors.from_array(name, a).SerializeToString() for name, a in arrays.items()}
 
 
 def model_config(record: ModelRecord, settings: WorkerSettings) -> ModelConfig:
@@ -126,6 +159,7 @@ def facts_message(facts: ModelFacts, kv_tokens: int = 0) -> fleet.ModelFacts:
         dtype=facts.dtype,
         num_layers=facts.num_layers,
         digest=facts.digest,
+        hidden_size=facts.hidden_size,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from allspark_bus.ledger import APPENDED, GAP, Append, Ending, Ledger
 
-from allspark_workers.convert import ending_of
+from allspark_workers.convert import ending_of, tensor_bytes
 from allspark_workers.engine.types import StepOutput
 from allspark_workers.ports import EnginePort
 
@@ -36,6 +36,7 @@ class Publication:
     first_count: int = 1  # tokens that the first append waits for
     later_count: int = 1  # and every later one; the terminal record flushes what is left
     ending: Ending | None = None
+    tensors: dict[str, bytes] = field(default_factory=dict)  # of the terminal record
     is_cancelled: bool = False
     is_held: bool = False
 
@@ -108,6 +109,7 @@ class Publisher:
             self._backlog += len(output.tokens)
             if output.finish is not None:
                 publication.ending = ending_of(output.finish, output.message)
+                publication.tensors = tensor_bytes(output.tensors)
             if publication.is_due:
                 self._due[publication.request_id] = publication
                 if publication.is_urgent:
@@ -177,7 +179,7 @@ class Publisher:
 
     async def _append(self, due: list[Publication]) -> None:
         appends = [
-            Append(p.request_id, p.model, p.epoch, p.published, p.tokens[p.published :], p.ending)
+            Append(p.request_id, p.model, p.epoch, p.published, p.tokens[p.published :], p.ending, p.tensors)
             for p in due
         ]
         for p, a, (code, position) in zip(due, appends, await self._ledger.append(appends), strict=True):

@@ -1,5 +1,5 @@
 -- Appends tokens at their position, fenced by the epoch (R3). KEYS: request, stream.
--- ARGV: epoch, position, number of tokens, record [, status, reason, message, now_ms]
+-- ARGV: epoch, position, number of tokens, record [, status, reason, message, now_ms, 1 if it has tensors else 0]
 -- Returns {code, tokens in the stream}: 0 appended or already there, 1 the request has ended or is gone,
 -- 2 stale epoch, 3 gap or partial overlap (go on at the returned position).
 local h = redis.call('HMGET', KEYS[1], 'st', 'ep', 'n', 'rt', 'tt')
@@ -18,6 +18,7 @@ redis.call('XADD', KEYS[2], entry, 'm', ARGV[4])
 redis.call('HSET', KEYS[1], 'n', n)
 if last then
   redis.call('HSET', KEYS[1], 'st', 'ended', 'es', ARGV[5], 'rn', ARGV[6], 'em', ARGV[7], 'et', ARGV[8])
+  if ARGV[9] == '1' then redis.call('HSET', KEYS[1], 'ot', 1) end
   redis.call('HDEL', KEYS[1], 'body')
   redis.call('PEXPIRE', KEYS[2], h[4])
   redis.call('PEXPIRE', KEYS[1], h[4] + h[5])

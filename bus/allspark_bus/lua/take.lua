@@ -1,10 +1,11 @@
 -- Takes what the server-side cursor has not delivered and moves the cursor (R4). KEYS: request, stream.
 -- ARGV: call id, id of an earlier call whose answer has arrived ("" for none), reservation_ms, max entries
+-- The cursor counts tokens, and one more once the tensors of the terminal record were taken.
 -- The tokens of a call stay reserved until it is confirmed; without that the cursor goes back, so a reply
 -- that was lost with its gateway loses no token.
 -- Returns {"unknown"|"released"|"expired"} or {"busy", ms to wait}
 -- or {"ok", cursor before, cursor after, end status or "", reason, message, record...}.
-local h = redis.call('HMGET', KEYS[1], 'st', 'cur', 'rs', 'n', 'es', 'rn', 'em', 'rd')
+local h = redis.call('HMGET', KEYS[1], 'st', 'cur', 'rs', 'n', 'es', 'rn', 'em', 'rd', 'ot')
 if not h[1] then return {'unknown'} end
 if h[1] == 'released' then return {'released'} end
 local n = tonumber(h[4])
@@ -26,11 +27,13 @@ if reservation then
   if not reservation then redis.call('HDEL', KEYS[1], 'rs') end
 end
 local out = {'ok', cur, cur, h[5] or '', h[6] or '', h[7] or ''}
-if cur < n then
-  local entries = redis.call('XRANGE', KEYS[2], '(' .. cur .. '-18446744073709551615', '+', 'COUNT', ARGV[4])
+if cur < n or (cur == n and h[9]) then
+  local first = cur < n and '(' .. cur .. '-18446744073709551615' or n .. '-1'
+  local entries = redis.call('XRANGE', KEYS[2], first, '+', 'COUNT', ARGV[4])
   for _, e in ipairs(entries) do
     out[#out + 1] = e[2][2]
-    out[3] = tonumber(string.match(e[1], '^%d+'))
+    local length, is_last = string.match(e[1], '^(%d+)-(%d)')
+    out[3] = tonumber(length) + (h[9] and tonumber(is_last) or 0)
   end
 end
 if out[3] > cur then

@@ -20,6 +20,11 @@ class GenerateOptions:
     token). ``top_k`` 0 and ``top_p`` 0 are off. ``response_format`` makes the text follow a JSON schema, a
     regular expression or a grammar (docs/guided-decoding.md); it needs ``vocab`` and ``vocab_type`` only if
     the model has no tokenizer of its own.
+
+    With ``num_return_sequences`` > 1 the first sequence is streamed; the others come at the end, as tensors
+    ``sequence_1`` and so on in ``Request.progress.tensors``. ``top_k_arr``, ``top_p_arr`` and ``seed_arr``
+    have an element for each. With ``num_beams`` > 1 everything comes at the end, best first, with the
+    FLOAT32 tensor ``sequence_scores``; ``early_stopping`` then ends the search at ``num_beams`` ended beams.
     """
 
     max_new_tokens: int | None = None
@@ -41,6 +46,9 @@ class GenerateOptions:
     num_beams: int = 1
     num_return_sequences: int = 1
     length_penalty: float = 1.0
+    top_k_arr: Sequence[int] = ()
+    top_p_arr: Sequence[float] = ()
+    seed_arr: Sequence[int] = ()
     async_token_num: int = 0
     first_token_num: int = 0
     probe_only: bool = False
@@ -76,6 +84,9 @@ class GenerateOptions:
             num_beams=self.num_beams,
             num_return_sequences=self.num_return_sequences,
             length_penalty=self.length_penalty,
+            top_k_arr=self.top_k_arr,
+            top_p_arr=self.top_p_arr,
+            seed_arr=self.seed_arr,
             async_token_num=self.async_token_num,
             first_token_num=self.first_token_num,
             probe_only=self.probe_only,

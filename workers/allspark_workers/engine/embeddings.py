@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from allspark_workers.engine.scheduler import Row
-from allspark_workers.engine.types import EmbeddingRun
 
 # Per piece: the token of the step that it begins with, values [rows, hidden].
 GivenEmbeddings = list[tuple[int, NDArray[np.float32]]]
-
-
-def content_salt(runs: Sequence[EmbeddingRun]) -> bytes:
-    """128-bit hash of where the runs are and what they hold; b"" if there are none."""
-    if not runs:
-        return b""
-    digest = hashlib.blake2b(digest_size=16)
-    for run in runs:
-        rows, hidden = run.values.shape
-        digest.update(b"%d:%d:%d:" % (run.start, rows, hidden))
-        digest.update(run.values.astype("<f4", copy=False).tobytes())
-    return digest.digest()
 
 
 def given_embeddings(rows: list[Row]) -> GivenEmbeddings:
