@@ -234,10 +234,12 @@ class Request:
         return tokens
 
     def elements(self) -> pb.GeneratedElements:
-        """Everything of a request that delivers at its end, as one message."""
+        """Everything of a request that delivers at its end, as one message; nothing is left after it."""
         assert self.sync() == OK
         whole = pb.GeneratedElements()
         whole.MergeFrom(self.get_no_wait())
+        rest = self.get()  # waits until the answer before it is known to have arrived, at any gateway
+        assert not rest.ids_from_generate and not rest.tensors_from_model_inference.tensor_map
         return whole
 
 

@@ -235,10 +235,10 @@ for _name, _config in BEAMS:
     for _early in (False, True):
         add("D", f"{_name} early_stopping {_early}",
             (C + "early_stopping", C + "num_return_sequences", *(C + f for f in _config)),
-            _beam_row(_config, _early), waits_for="seqs")  # fmt: skip
+            _beam_row(_config, _early))  # fmt: skip
 
 
-@case("D", C + "num_return_sequences", C + "seed", waits_for="seqs")
+@case("D", C + "num_return_sequences", C + "seed")
 def n_sampled_sequences(s: Server) -> None:
     live = s.start(PROMPT, new=NEW, do_sample=True, temperature=1.5, seed=11, num_return_sequences=3)
     sequences, scores = _sequences(live, 3)
@@ -251,7 +251,7 @@ def n_sampled_sequences(s: Server) -> None:
     assert again.release() == OK
 
 
-@case("D", C + "top_k_arr", C + "num_return_sequences", waits_for="seqs")
+@case("D", C + "top_k_arr", C + "num_return_sequences")
 def top_k_arr_overrides_top_k_for_each_sequence(s: Server) -> None:
     live = s.start(
         PROMPT, new=NEW, do_sample=True, temperature=1.5, seed=5, num_return_sequences=3, top_k_arr=[1, 0, 1]
@@ -262,7 +262,7 @@ def top_k_arr_overrides_top_k_for_each_sequence(s: Server) -> None:
     assert live.release() == OK
 
 
-@case("D", C + "top_p_arr", C + "num_return_sequences", waits_for="seqs")
+@case("D", C + "top_p_arr", C + "num_return_sequences")
 def top_p_arr_overrides_top_p_for_each_sequence(s: Server) -> None:
     live = s.start(
         PROMPT,
@@ -279,7 +279,7 @@ def top_p_arr_overrides_top_p_for_each_sequence(s: Server) -> None:
     assert live.release() == OK
 
 
-@case("D", C + "seed_arr", C + "num_return_sequences", waits_for="seqs")
+@case("D", C + "seed_arr", C + "num_return_sequences")
 def seed_arr_overrides_seed_for_each_sequence(s: Server) -> None:
     live = s.start(
         PROMPT, new=NEW, do_sample=True, temperature=1.5, num_return_sequences=3, seed_arr=[21, 22, 21]
@@ -290,14 +290,14 @@ def seed_arr_overrides_seed_for_each_sequence(s: Server) -> None:
     assert live.release() == OK
 
 
-@case("D", C + "top_k_arr", C + "top_p_arr", C + "seed_arr", waits_for="seqs")
+@case("D", C + "top_k_arr", C + "top_p_arr", C + "seed_arr")
 def arrays_of_one_element_are_for_the_one_sequence(s: Server) -> None:
     arrays = {"top_k_arr": [4], "top_p_arr": [0.8], "seed_arr": [9]}
     plain = s.generate(PROMPT, new=NEW, do_sample=True, temperature=1.0, top_k=4, top_p=0.8, seed=9)
     assert s.generate(PROMPT, new=NEW, do_sample=True, temperature=1.0, top_k=1, seed=1, **arrays) == plain
 
 
-@case("D", C + "probe_only", waits_for="seqs")
+@case("D", C + "probe_only")
 def probe_only_finishes_without_tokens(s: Server) -> None:
     live = s.start(PROMPT, probe_only=True)
     assert live.sync() == OK

@@ -214,7 +214,7 @@ def any_text_is_a_uuid(s: Server) -> None:
 
 
 @case("D", MESSAGE + "infer_type", "GeneratedElements.tensors_from_model_inference", "Tensor.data",
-      "Tensor.data_type", "Tensor.Shape.dims", waits_for="seqs")  # fmt: skip
+      "Tensor.data_type", "Tensor.Shape.dims")  # fmt: skip
 def ModelInference_answers_one_forward_pass(s: Server) -> None:
     live = s.start(PROMPT, infer_type=pb.ModelInference)
     element = live.elements()
@@ -229,7 +229,7 @@ def ModelInference_answers_one_forward_pass(s: Server) -> None:
     assert live.release() == OK
 
 
-@case("D", MESSAGE + "mm_type", "TensorMap.tensor_map", waits_for="seqs")
+@case("D", MESSAGE + "mm_type", "TensorMap.tensor_map")
 def rich_text_replaces_the_embeddings_of_placeholders(s: Server) -> None:
     embeddings = oracle.reference(s.reference_path).get_input_embeddings().weight.detach().numpy()
     prompt, placeholder = [5, 6, 7, 8, 9], 50

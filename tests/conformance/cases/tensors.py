@@ -175,7 +175,7 @@ def tensors_from_model_inference_is_present_and_empty(s: Server) -> None:
     assert live.release() == OK
 
 
-@case("2.3.1", T + "device_type", "DeviceType.dev_type", T + "data_mode", T + "shape", waits_for="seqs")
+@case("2.3.1", T + "device_type", "DeviceType.dev_type", T + "data_mode", T + "shape")
 def output_tensors_are_dense_and_on_the_CPU(s: Server) -> None:
     live = s.start(PROMPT, infer_type=pb.ModelInference)
     tensors = live.elements().tensors_from_model_inference.tensor_map
