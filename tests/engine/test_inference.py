@@ -70,9 +70,9 @@ def test_a_probe_computes_its_prompt_and_no_token(
     sampled: list[str] = []
     original = engine._runner._sampler.sample  # type: ignore[union-attr]
 
-    def sample(ops: Any, logits: Any, rows: list[Any]) -> list[int]:
+    def sample(ops: Any, logits: Any, rows: list[Any], masks: Any) -> list[int]:
         sampled.extend(row.request_id for row in rows)
-        return original(ops, logits, rows)
+        return original(ops, logits, rows, masks)
 
     monkeypatch.setattr(engine._runner._sampler, "sample", sample)  # type: ignore[union-attr]
     probes = [request(f"p{n}", random_prompt(n), 5, num_return_sequences=2) for n in (1, 17, 50)]

@@ -188,10 +188,10 @@ def test_one_failing_sequence_fails_its_request_alone(
     sampler = engine._runner._sampler  # type: ignore[union-attr]
     original = sampler.sample
 
-    def sample(ops: Any, logits: Any, rows: list[Any]) -> list[int]:
+    def sample(ops: Any, logits: Any, rows: list[Any], masks: Any) -> list[int]:
         if any(row.request_id == "#2 of several" and row.num_generated == 4 for row in rows):
             raise RuntimeError("this sequence cannot be drawn")
-        return original(ops, logits, rows)
+        return original(ops, logits, rows, masks)
 
     monkeypatch.setattr(sampler, "sample", sample)
     got = run_all(engine, [several(), request("other", PROMPT, 9)])
