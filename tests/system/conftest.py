@@ -23,12 +23,13 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="module")
 def real_fleet(smollm2: Path) -> Iterator[Fleet]:
-    """SmolLM2 in bf16 on two workers behind two gateways."""
+    """SmolLM2 in bf16 on two workers behind two gateways; when nothing runs, no KV span is used."""
     options = FleetOptions(
         workers=2, gateways=2, model_roots=(smollm2.parent,), worker_args=("--dtype=bf16",)
     )
     with Fleet(options, report) as fleet:
-        fleet.load_model("smollm2", smollm2, ModelOptions(max_length=512, max_batch=32))
+        shared_while_used = ModelOptions(max_length=512, max_batch=32, prefix_cache_ttl_s=0)
+        fleet.load_model("smollm2", smollm2, shared_while_used)
         yield fleet
 
 

@@ -151,7 +151,7 @@ def cache_mode_shrinks_a_frame_as_the_formulas_say(s: Server) -> None:
 HITS = tuple(f"AsEngineStat.prefix_cache_{n}" for n in ("hit_token", "miss_token", "hit_rate", "miss_rate"))
 
 
-@case("2.4.15", CONFIG + "enable_prefix_cache", CONFIG + "prefix_cache_ttl", *HITS, waits_for="prefix")
+@case("2.4.15", CONFIG + "enable_prefix_cache", CONFIG + "prefix_cache_ttl", *HITS)
 def a_prefix_is_reused_and_counted(s: Server) -> None:
     prompt = [3 + i % 90 for i in range(70)]
     with s.model(enable_prefix_cache=True, prefix_cache_ttl=300) as name:
