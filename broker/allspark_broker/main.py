@@ -202,6 +202,7 @@ class Broker:
             flight = worker.flights.get(message.accepted.request_id)
             if flight is not None and flight.epoch == message.accepted.epoch:
                 flight.accepted = True
+                worker.is_mute = False
         elif kind == "refused":
             await self._on_refused(message.worker_id, message.refused)
         elif kind == "ended":
@@ -261,6 +262,7 @@ class Broker:
             await self._bury(worker.worker_id, "is dead")
         for worker, flight in self._table.unacknowledged(self._settings.ack_timeout_s):
             log.warning("worker %s did not acknowledge %s", worker.worker_id, flight.request_id)
+            worker.is_mute = True
             await self._dispatcher.take_back(worker, flight, died=False)
         await self._dispatcher.expire_deadlines()
 

@@ -27,13 +27,17 @@ class Flight:
 
 @dataclass(slots=True)
 class Worker:
-    """One worker process, by its own id, which is also its socket identity."""
+    """One worker process, by its own id, which is also its socket identity.
+
+    `is_mute`: it left a dispatch unacknowledged and has accepted none and not announced itself since.
+    """
 
     worker_id: str
     device: str
     last_seen_s: float
     draining: bool = False
     unreachable: int = 0
+    is_mute: bool = False
     seconds_since_step: float = 0.0
     models: dict[str, fleet.WorkerModel] = field(default_factory=dict)
     flights: dict[str, Flight] = field(default_factory=dict)
@@ -76,6 +80,7 @@ class WorkerTable:
         self.seen(worker)
         worker.device = message.device
         worker.draining = message.draining
+        worker.is_mute = False
         worker.models = {m.name: m for m in message.models}
         held = {(h.request_id, h.epoch) for h in message.held}
         lost = [f for f in worker.flights.values() if f.accepted and (f.request_id, f.epoch) not in held]
@@ -118,6 +123,8 @@ class WorkerTable:
         """
         excluded = set(excluding)
         candidates = [w for w in self if w.worker_id not in excluded and w.free_capacity(model) > 0]
+        # What a mute worker swallowed would come back to it for ever: having lost it, it has the least load.
+        candidates = [w for w in candidates if not w.is_mute] or candidates
         if prefer and (near := _within_load(candidates, model)):
             candidates = near
         gain = prefer or {}

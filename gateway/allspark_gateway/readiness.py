@@ -1,4 +1,4 @@
-"""Readiness (R13): a gateway is ready while Redis and a broker answer; told by the gRPC health protocol."""
+"""Readiness (R13): a gateway is ready while a request could be served; told by the gRPC health protocol."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,16 @@ PATIENCE_S = 2.0
 SERVICES = (OVERALL_HEALTH, pb.DESCRIPTOR.services_by_name["AllSpark"].full_name)
 
 
+def _without_workers(status: fleet.FleetStatus) -> str:
+    """Why nothing that is started can be served; without a started model there is nothing to miss."""
+    running = [model for model in status.models if model.state == "running"]
+    if not running or any(model.workers for model in running):
+        return ""
+    return f"no worker runs {', '.join(model.name for model in running)}"
+
+
 class Readiness:
-    """Asks Redis and a broker every `INTERVAL_S`.
+    """Asks Redis and a broker every `INTERVAL_S`: do both answer, does a started model have a worker?
 
     When Redis has been away for `give_up_s`, `on_store_lost` is told, so that parked calls are answered.
     """
@@ -97,10 +105,10 @@ class Readiness:
     async def _ask_broker(self) -> str:
         envelope = fleet.Envelope(get_fleet_status=fleet.GetFleetStatus())
         try:
-            await self._broker.call(envelope, PATIENCE_S)
+            reply = await self._broker.call(envelope, PATIENCE_S)
         except FleetError as e:
             return e.reason
-        return ""
+        return _without_workers(reply.fleet_status)
 
     def _watch_store(self, problem: str) -> None:
         now_s = asyncio.get_running_loop().time()

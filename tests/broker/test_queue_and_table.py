@@ -95,6 +95,19 @@ def test_choice_is_the_least_loaded_with_room() -> None:
     assert table.choose("unknown") is None
 
 
+def test_a_worker_that_swallowed_a_dispatch_comes_last_until_it_announces_itself() -> None:
+    table = WorkerTable(100.0, Clock())
+    mute, _ = table.announce("a", announce())
+    other, _ = table.announce("b", announce())
+    mute.is_mute = True
+    other.flights["r"] = Flight("r", "m", 1, 0.0)
+    assert table.choose("m") is other, "though it has more to do"
+    assert table.choose("m", prefer={"a": 100}) is other
+    assert table.choose("m", excluding=["b"]) is mute, "better than nobody"
+    table.announce("a", announce())
+    assert table.choose("m") is mute
+
+
 def test_an_unreachable_worker_is_offered_nothing_until_it_speaks() -> None:
     table = WorkerTable(100.0, Clock())
     worker, _ = table.announce("w", announce())

@@ -2,7 +2,8 @@
 
 Run as a program it is a worker process: `python scripted_engine.py <flags of allspark worker>`. The model
 file is JSON: {"vocab": 1000, "max_length": 512, "max_batch": 8, "step_s": 0.0, "fail": "", "poison": [ids]}.
-A request whose prompt starts with an id of "poison" kills the process at its second step. Adapters
+A request whose prompt starts with an id of "poison" kills the process at its second step, one of
+"freeze_once" freezes the engine there (once for a model file), one of "overlooked" is never begun. Adapters
 "unreadable", "large" and "unsupported" are bad in the way they say, "missing" and those with a file NAME.gone
 are not there.
 """
@@ -130,7 +131,12 @@ class ScriptedEngine:
             self._lock.notify_all()
 
     def _active(self) -> list[_Running]:
-        runnable = [r for r in self._requests.values() if r.cancelled or not r.held]
+        overlooked = self.options.get("overlooked", [])
+        runnable = [
+            r
+            for r in self._requests.values()
+            if r.cancelled or not (r.held or int(r.request.prompt[0]) in overlooked)
+        ]
         return runnable[: self.facts.max_batch]
 
     def has_work(self) -> bool:
@@ -164,6 +170,8 @@ class ScriptedEngine:
             )
         if position and int(request.prompt[0]) in self.options.get("poison", []):
             os._exit(9)
+        if position and int(request.prompt[0]) in self.options.get("freeze_once", []):
+            self._freeze_once()
         token = r.plan[position]
         r.generated.append(token)
         finish = None
@@ -172,6 +180,12 @@ class ScriptedEngine:
         elif request.params.early_stopping and token == request.params.eos_token_id:
             finish = FinishReason.EOS
         return StepOutput(request.request_id, request.epoch, position, [token], finish)
+
+    def _freeze_once(self) -> None:
+        marker = Path(f"{self.path}.frozen")
+        if not marker.exists():
+            marker.touch()
+            threading.Event().wait()
 
     def stat(self) -> EngineStat:
         used = 4 * len(self._requests)

@@ -8,6 +8,7 @@ import grpc.aio
 import pytest
 from allspark_gateway import readiness
 from allspark_gateway.main import Gateway
+from allspark_proto import fleet_pb2 as fleet
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from .conftest import Client, Gateways, ScriptedBroker
@@ -51,6 +52,25 @@ async def test_it_is_not_ready_without_a_broker(
     await until(client, NOT_SERVING)
     assert not gateway._readiness.is_ready
     del broker.scripts["get_fleet_status"]
+    await until(client, SERVING)
+
+
+async def test_engine_died_and_probes_are_still_answered(client: Client, broker: ScriptedBroker) -> None:
+    """Readiness falls while no worker runs what is started, and comes back with the first one."""
+
+    def answer(**workers: int) -> None:
+        status = fleet.FleetStatus()
+        for name, count in workers.items():
+            status.models.add(name=name, state="running" if name != "idle" else "built", workers=count)
+        broker.scripts["get_fleet_status"] = lambda _: fleet.Reply(fleet_status=status)
+
+    answer(m=1, other=1)
+    await until(client, SERVING)
+    answer(m=0, other=0)
+    await until(client, NOT_SERVING)
+    answer(m=0, other=1)
+    await until(client, SERVING)
+    answer(idle=0)
     await until(client, SERVING)
 
 

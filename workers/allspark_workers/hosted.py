@@ -40,6 +40,11 @@ class HostedModel:
         return self._thread is not None
 
     @property
+    def is_idle(self) -> bool:
+        """Running, and the engine says that it has nothing to do."""
+        return self._thread is not None and not self._busy_since
+
+    @property
     def capacity(self) -> int:
         """Requests this worker takes at once."""
         return self.engine.facts.max_batch + QUEUE_AHEAD

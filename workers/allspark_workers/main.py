@@ -34,6 +34,7 @@ from allspark_workers.publisher import Publication, Publisher
 from allspark_workers.reconcile import Reconciler, status_of
 from allspark_workers.requests import Requests
 from allspark_workers.settings import WorkerSettings
+from allspark_workers.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -203,11 +204,11 @@ class Worker:
         await self._links.send_all(goodbye=fleet.Goodbye())
 
     async def _watch(self) -> None:
-        """R13: work without progress means this process is dead, whatever its heartbeat says."""
+        watchdog = Watchdog(self._reconciler.hosted, self._publisher.publications, self._settings.stall_s)
         while True:
             await asyncio.sleep(WATCHDOG_S)
-            if (stalled_s := self._seconds_since_step()) > self._settings.stall_s:
-                log.critical("no step for %.1f s with requests running; this worker exits", stalled_s)
+            if verdict := watchdog.verdict():
+                log.critical("%s; this worker exits", verdict)
                 os._exit(EXIT_STALLED)
 
 

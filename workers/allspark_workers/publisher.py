@@ -50,6 +50,11 @@ class Publication:
         return self.published == 0 or self.ending is not None
 
     @property
+    def awaits_tokens(self) -> bool:
+        """The engine owes this request a token or an end."""
+        return not (self.is_cancelled or self.is_held or self.ending is not None)
+
+    @property
     def is_due(self) -> bool:
         if self.is_cancelled:
             return False
