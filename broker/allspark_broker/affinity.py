@@ -1,6 +1,8 @@
-"""Prefix affinity: which workers were lately sent which leading token blocks, and so hold their KV. Pure.
+"""Affinity: which workers were lately sent which leading token blocks, and so hold their KV. Pure.
 
-A hint, not knowledge: a worker may have evicted what it was sent; then the request merely costs its prefill.
+An adapter counts as a block before the first: a worker that was sent it has it in memory, for any prompt.
+A hint, not knowledge: a worker may have evicted what it was sent; then the request merely costs its prefill,
+or its adapter is loaded again.
 """
 
 import hashlib
@@ -20,6 +22,8 @@ BLOCK_TOKENS = 32
 MAX_BLOCKS = 256
 #: Blocks remembered, over all models; the least recently used are forgotten.
 MAX_KEYS = 1 << 16
+#: For how long an adapter is taken to be in a worker's memory where no prefix cache says how long.
+ADAPTER_TTL_S = 300.0
 #: Workers remembered per block, the latest ones.
 MAX_HOLDERS = 8
 
@@ -56,12 +60,13 @@ class PrefixAffinity:
         if record is None:
             return Prefix()
         config = record.model_config()
+        adapter = _adapter_key(request)
         if not config.enable_prefix_cache or config.prefix_cache_ttl == 0:
-            return Prefix()
+            return Prefix(adapter, ADAPTER_TTL_S)
         try:
             prompt = tensors.prompt_ids(request)
         except FleetError:
-            return Prefix()  # a request without token ids has no prefix to route by
+            return Prefix(adapter, ADAPTER_TTL_S)  # a request without token ids has no prefix to route by
         size = config.cache_span_size or BLOCK_TOKENS
         salt = PrefixSalt(
             model=request.model_name,
@@ -71,7 +76,8 @@ class PrefixAffinity:
             embeddings=_embeddings(request),
         )
         # The last token is always computed, so a block that ends with it is never served from a cache.
-        return Prefix(tuple(span_keys(salt, prompt[:-1], MAX_BLOCKS)), float(config.prefix_cache_ttl))
+        keys = span_keys(salt, prompt[:-1], MAX_BLOCKS)
+        return Prefix((*adapter, *keys), float(config.prefix_cache_ttl))
 
     def matches(self, prefix: Prefix) -> Mapping[str, int]:
         """Worker -> how many leading blocks of the prefix it was sent recently enough; at least one."""
@@ -99,6 +105,16 @@ class PrefixAffinity:
             self._holders.move_to_end(key)
         while len(self._holders) > self._max_keys:
             self._holders.popitem(last=False)
+
+
+def _adapter_key(request: pb.StartRequestRequest) -> tuple[bytes, ...]:
+    """The key that stands for the request's adapter; none for the base model."""
+    name = request.config.lora_name
+    if not name:
+        return ()
+    parts = [part.encode() for part in (request.model_name, name)]
+    content = b"adapter" + b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return (hashlib.blake2b(content, digest_size=16).digest(),)
 
 
 def _embeddings(request: pb.StartRequestRequest) -> str:

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-from allspark_broker.affinity import BLOCK_TOKENS, MAX_BLOCKS, PrefixAffinity
+from allspark_broker.affinity import ADAPTER_TTL_S, BLOCK_TOKENS, MAX_BLOCKS, PrefixAffinity
 from allspark_broker.workers import LOAD_FACTOR, Flight, Worker, WorkerTable
 from allspark_bus.catalogue import ModelRecord, ModelState
 from allspark_proto import allspark_service_pb2 as pb
@@ -184,3 +184,29 @@ def test_conversations_stay_with_their_worker() -> None:
             a.record(prefix, worker.worker_id)
             visited[n][worker.worker_id] += 1
     assert all(len(seen) == 1 for seen in visited.values())
+
+
+def test_requests_with_an_adapter_go_where_it_was_loaded() -> None:
+    """Whatever their prompts, also without a prefix cache; a longer shared prefix still wins."""
+    for config in ({}, {"enable_prefix_cache": False}, {"prefix_cache_ttl": 0}):
+        a = affinity(**config)
+        a.record(a.prefix(request([1, 2], lora_name="x")), "loaded")
+        assert a.matches(a.prefix(request([7, 8, 9], lora_name="x"))) == {"loaded": 1}
+        assert a.matches(a.prefix(request([1, 2], lora_name="y"))) == {}
+        assert a.matches(a.prefix(request([1, 2], model="n", lora_name="x"))) == {}
+        assert a.matches(a.prefix(request([1, 2]))) == {}
+    a = affinity()
+    a.record(a.prefix(request(chain(1, 2), lora_name="x")), "deep")
+    a.record(a.prefix(request(chain(5), lora_name="x")), "loaded")
+    assert a.matches(a.prefix(request(chain(1, 2, 3), lora_name="x"))) == {"deep": 3, "loaded": 1}
+
+
+def test_an_adapter_is_not_counted_on_for_ever() -> None:
+    clock = Clock()
+    a = affinity(clock, enable_prefix_cache=False)
+    prefix = a.prefix(request([1, 2], lora_name="x"))
+    a.record(prefix, "w")
+    clock.now = ADAPTER_TTL_S
+    assert a.matches(prefix) == {"w": 1}
+    clock.now += 0.1
+    assert a.matches(prefix) == {}
