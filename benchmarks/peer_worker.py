@@ -91,9 +91,11 @@ def run_fleet(model: Path, args: argparse.Namespace) -> dict[str, object]:
 
     start = time.time()
     worker_args = (f"--dtype={args.dtype}", f"--num-threads={args.threads}")
-    options = FleetOptions(model_roots=(model.parent,), worker_args=worker_args)
-    with Fleet(options) as fleet, ThreadPoolExecutor(AT_ONCE) as pool:
-        fleet.load_model("m", model, ModelOptions(max_length=512, max_batch=AT_ONCE))
+    parts = FleetOptions(model_roots=(model.parent,), worker_args=worker_args)
+    with Fleet(parts) as fleet, ThreadPoolExecutor(AT_ONCE) as pool:
+        # The prompts come again in every repetition, and the peers compute them each time.
+        options = ModelOptions(max_length=512, max_batch=AT_ONCE, enable_prefix_cache=False)
+        fleet.load_model("m", model, options)
         load_s = time.time() - start
         with Client(fleet.addresses) as client:
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from allspark_bus.catalogue import ModelRecord, ModelState
+from allspark_proto import allspark_service_pb2 as pb
+from allspark_workers.convert import model_config
 from allspark_workers.engine import host_store
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.host_store import SpanStore
 from allspark_workers.engine.scheduler import Row
 from allspark_workers.engine.types import EmbeddingRun, EngineRequest, Task
 from allspark_workers.models.decoder import KVCache
+from allspark_workers.settings import WorkerSettings
 from engine_helpers import Collected, random_prompt, request, run_all
 
 Maker = Callable[..., Engine]
@@ -332,6 +337,25 @@ def test_what_was_pushed_out_comes_back_from_host_memory_bit_for_bit(
                 assert collected.tokens["r0"] == expected["r0"]
     assert engine.stat().prefix_cache_hit_token == 64
     assert bare.stat().prefix_cache_hit_token == 0
+
+
+def test_the_fields_of_build_and_the_workers_setting_reach_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    message = pb.ModelStructConfig(
+        model_path=str(tmp_path / "m"), enable_prefix_cache=True, prefix_cache_ttl=17, cache_mode=1
+    )
+    record = ModelRecord("m", message.SerializeToString(), ModelState.BUILT)
+    settings = WorkerSettings.load([f"--model-root={tmp_path}", "--prefix-host-memory=3MiB"], {})
+    config = model_config(record, settings)
+    assert (config.enable_prefix_cache, config.prefix_cache_ttl_s) == (True, 17)
+    assert config.prefix_host_bytes == 3 << 20
+    bare = model_config(
+        ModelRecord(
+            "m", pb.ModelStructConfig(model_path=str(tmp_path / "m")).SerializeToString(), ModelState.BUILT
+        ),
+        WorkerSettings.load([f"--model-root={tmp_path}"], {}),
+    )
+    assert (bare.enable_prefix_cache, bare.prefix_cache_ttl_s, bare.prefix_host_bytes) == (False, 0, 0)
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])

@@ -41,6 +41,10 @@ class Row(NamedTuple):
 def run(argv: Sequence[str]) -> int:
     """Measure engine and fleet in turns and print the medians."""
     settings = BenchSettings.load(argv)
+    if settings.benchmark == "prefix":
+        from allspark.cli import bench_prefix
+
+        return bench_prefix.run(settings, config_file(BenchSettings, argv))
     batches = _batches(settings)
     from allspark_workers.engine.threads import set_environment
 
@@ -57,7 +61,12 @@ def run(argv: Sequence[str]) -> int:
     )
     try:
         with Fleet(options, show_line) as fleet:
-            built_as = ModelOptions(max_batch=max(batches), cache_mode=CACHE_MODES[settings.cache_mode])
+            built_as = ModelOptions(
+                max_batch=max(batches),
+                cache_mode=CACHE_MODES[settings.cache_mode],
+                # The prompts of one repetition come again in others: cached, they would cost no prefill.
+                enable_prefix_cache=False,
+            )
             load_models(fleet, [model], built_as)
             rows = _measure(settings, model, fleet, batches)
     except (LaunchError, AllSparkError) as error:

@@ -234,10 +234,13 @@ class DemoSettings(FleetSettings):
 
 
 class BenchSettings(FleetSettings):
-    """Measure the engine alone and through a fleet: tokens per second and time to first token."""
+    """Measure. throughput: tokens per second and time to first token, engine and fleet in turns. prefix: time
+    to first token of a fleet against the part of the prompt that its prefix cache has."""
 
     command: ClassVar[str] = "bench"
 
+    benchmark: Annotated[Literal["throughput", "prefix"], Positional()] = "throughput"
+    """What to measure: throughput or prefix."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Number format of products, in the engine and in the fleet."""
     model: Annotated[str, Metavar("PATH")] = "smollm2"
@@ -245,7 +248,13 @@ class BenchSettings(FleetSettings):
     batch: Annotated[StrList, Metavar("N")] = ("1", "16")
     """Requests at once. Repeat for several."""
     prompt_tokens: Count = 128
-    """Length of each random prompt."""
+    """Length of each random prompt (throughput)."""
+    prefix_tokens: Annotated[int, Field(ge=33), Metavar("N")] = 1024
+    """Length of each random prompt (prefix)."""
+    hit_rate: Annotated[StrList, Metavar("PERCENT")] = ("0", "30", "60", "90")
+    """Part of the prompt that the cache has (prefix). Repeat for several."""
+    plot: Annotated[Path | None, Metavar("FILE.svg")] = None
+    """Draw the result into this file (prefix)."""
     new_tokens: Annotated[int, Field(ge=2), Metavar("N")] = 128
     """Tokens to generate for each prompt; the end-of-text token is ignored."""
     cache_mode: CacheModeName = "default"

@@ -38,6 +38,7 @@ _STAT_COLUMNS = {
     "used_span": "used spans",
     "free_span": "free",
     "total_generated_token": "generated",
+    "prefix_cache_hit_rate": "prefix hits",
 }
 
 
@@ -146,9 +147,11 @@ def _table(rows: Sequence[dict[str, Any]], columns: Mapping[str, str]) -> Table:
     for heading in columns.values():
         table.add_column(heading)
     for row in rows:
-        table.add_row(*(_cell(row[column]) for column in columns))
+        table.add_row(*(_cell(column, row[column]) for column in columns))
     return table
 
 
-def _cell(value: object) -> str:
+def _cell(column: str, value: object) -> str:
+    if column.endswith("_rate"):
+        return f"{value:.0%}"
     return f"{value:.1f}" if isinstance(value, float) else str(value)
