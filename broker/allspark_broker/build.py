@@ -45,6 +45,10 @@ def check_config(config: pb.ModelStructConfig) -> None:
         check_adapter_name("lora_names", name)
         if not name:
             raise ParamError("lora_names holds an empty name")
+    if config.swap_threshold < -1:
+        raise ParamError(
+            f"swap_threshold is {config.swap_threshold}; legal are -1 (off), 0 (every tensor), or bytes"
+        )
     if config.prefix_cache_ttl < 0:
         raise ParamError(f"prefix_cache_ttl is {config.prefix_cache_ttl}; it must not be negative")
 

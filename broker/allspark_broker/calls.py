@@ -6,10 +6,18 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 
-from allspark_bus.errors import BrokerUnavailable, Denied, FleetError, MalformedMessage, ParamError
+from allspark_bus.errors import (
+    BrokerUnavailable,
+    Denied,
+    FleetError,
+    MalformedMessage,
+    ParamError,
+    StoreUnavailable,
+)
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from allspark_proto.version import VERSION
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from allspark_broker.build import model_information
 from allspark_broker.dispatcher import Dispatcher
@@ -24,6 +32,7 @@ PROTOCOL_VERSION = 1
 DEFAULT_TENANT = "default"
 MAX_PRIORITY = 100
 CONTROL_TIMEOUT_S = 5.0
+UNAVAILABLE_RETRY_MS = 1000
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 Handler = Callable[[fleet.Envelope], Awaitable[fleet.Reply]]
@@ -71,17 +80,21 @@ class Calls:
 
     async def execute(self, envelope: fleet.Envelope) -> fleet.Reply:
         """The reply to an envelope; never raises."""
+        name = envelope.WhichOneof("call")
         try:
             check_envelope(envelope)
-            name = envelope.WhichOneof("call")
             if name is None:
                 raise MalformedMessage("the envelope has no call that this broker knows")
             reply = await self._handlers[name](envelope)
         except FleetError as e:
-            reply = fleet.Reply(as_status=e.status, reason=e.reason, retry_after_ms=e.retry_after_ms)
+            reply = failure(e)
+            reply.uuid = _uuid_of(envelope)
+        except RedisError as e:
+            log.error("call %s (uuid %r): Redis refused it: %s", name, _uuid_of(envelope), e)
+            reply = failure(_of_redis(e))
             reply.uuid = _uuid_of(envelope)
         except Exception as e:
-            log.exception("call %s (uuid %r) failed", envelope.WhichOneof("call"), _uuid_of(envelope))
+            log.exception("call %s (uuid %r) failed", name, _uuid_of(envelope))
             reply = fleet.Reply(as_status=pb.ALLSPARK_UNKNOWN_ERROR, reason=f"internal error: {e!r}")
             reply.uuid = _uuid_of(envelope)
         reply.correlation_id = envelope.correlation_id
@@ -215,9 +228,26 @@ def _uuid_of(envelope: fleet.Envelope) -> str:
     return ""
 
 
+def failure(e: FleetError) -> fleet.Reply:
+    """The reply of a call that failed. An outage is no decision: the client may send the call again."""
+    reply = fleet.Reply(as_status=e.status, reason=e.reason, retry_after_ms=e.retry_after_ms)
+    if isinstance(e, StoreUnavailable | BrokerUnavailable):
+        reply.unavailable = True
+        reply.retry_after_ms = e.retry_after_ms or UNAVAILABLE_RETRY_MS
+    return reply
+
+
+def _of_redis(e: RedisError) -> FleetError:
+    if str(e).startswith("OOM") or isinstance(e, OutOfMemoryError):
+        return Denied(
+            "the memory of Redis is full: release results that were read, or raise its maxmemory",
+            retry_after_ms=UNAVAILABLE_RETRY_MS,
+        )
+    return StoreUnavailable(f"Redis refused a command: {e}")
+
+
 def denied_busy(correlation_id: str, limit: int) -> fleet.Reply:
     """The answer when too many calls are in progress."""
-    e = Denied(f"{limit} calls are in progress already", retry_after_ms=500)
-    return fleet.Reply(
-        correlation_id=correlation_id, as_status=e.status, reason=e.reason, retry_after_ms=e.retry_after_ms
-    )
+    reply = failure(Denied(f"{limit} calls are in progress already", retry_after_ms=500))
+    reply.correlation_id = correlation_id
+    return reply

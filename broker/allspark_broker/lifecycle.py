@@ -5,28 +5,30 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from allspark_bus.catalogue import WORKER_TARGET, Catalogue, ModelRecord, ModelState
-from allspark_bus.compute_unit import parse_unit
+from allspark_bus.catalogue import Catalogue, ModelRecord, ModelState
 from allspark_bus.errors import Denied, FleetError, InvalidCall, ParamError
 from allspark_bus.ledger import Ending, Ledger
 from allspark_proto import allspark_service_pb2 as pb
-from allspark_proto import fleet_pb2 as fleet
 
 from allspark_broker.build import check_config
-from allspark_broker.workers import Worker, WorkerTable
+from allspark_broker.compliance import Compliance
+from allspark_broker.workers import WorkerTable
 
 log = logging.getLogger(__name__)
 
-WAIT_FOR_WORKER_S = 15.0  # how long Build and Start wait for a first eligible worker
 MAX_RACES = 20
+ROLL_BACK_S = 30.0  # how long a failed Build waits until the workers have let go of what they had
 BUSY = frozenset({ModelState.STOPPING, ModelState.RELEASING})
-_DISABLED_SWAP = -1
+
+#: `cancel(request id, model, worker)` frees what an ended request holds in queues and on workers.
+Cancel = Callable[[str, str, str], Awaitable[None]]
 
 
 class Lifecycle:
     """Executes Build, Start, Stop, Release, Unload and Reload.
 
-    `nudge` tells every worker to read the catalogue; `changed` is notified whenever a worker reports.
+    `nudge` tells every worker to read the catalogue; `drain_s` is how long Stop and Release let requests
+    go on before they end them.
     """
 
     def __init__(
@@ -35,24 +37,28 @@ class Lifecycle:
         ledger: Ledger,
         table: WorkerTable,
         nudge: Callable[[], Awaitable[None]],
+        cancel: Cancel,
         drain_s: float,
     ) -> None:
         self._catalogue = catalogue
         self._ledger = ledger
-        self._table = table
         self._nudge = nudge
+        self._cancel = cancel
         self._drain_s = drain_s
+        self._num_writes = 0
+        self._builds: dict[bytes, asyncio.Task[None]] = {}
         self.models: dict[str, ModelRecord] = {}
-        self.changed = asyncio.Condition()
+        self.workers = Compliance(table, lambda name: self.models.get(name))
 
     async def refresh(self) -> None:
         """Takes over what is in the catalogue."""
-        self.models = await self._catalogue.all()
-
-    async def notify(self) -> None:
-        """Wakes calls that wait for workers."""
-        async with self.changed:
-            self.changed.notify_all()
+        while True:
+            num_writes = self._num_writes
+            models = await self._catalogue.all()
+            if num_writes == self._num_writes:  # else it may be older than what was just written here
+                break
+        self.models = models
+        await self.workers.notify()
 
     def serving(self, name: str) -> ModelRecord:
         """The record of a model that takes requests; raises what StartRequest answers otherwise."""
@@ -68,72 +74,81 @@ class Lifecycle:
     # ---- the six calls ----------------------------------------------------------------------------
 
     async def build(self, config: pb.ModelStructConfig, tenant: str) -> None:
-        """Builds on every eligible worker, or nowhere; a repeated identical Build joins the first."""
+        """Builds on every eligible worker, or nowhere; an identical Build joins the one in progress."""
         check_config(config)
+        packed = config.SerializeToString(deterministic=True)
         for _ in range(MAX_RACES):
-            old = await self._catalogue.get(config.model_name)
-            record = await self._enter_build(config, old, tenant)
+            record = await self._enter_build(config.model_name, packed, tenant)
             if record is not None:
                 if not record.is_built:
-                    await self._finish_build(record, old)
+                    await self.join_build(record)
                 return
         raise Denied(f"model {config.model_name!r} is being changed by many calls at once; try again")
 
-    async def _enter_build(
-        self, config: pb.ModelStructConfig, old: ModelRecord | None, tenant: str
-    ) -> ModelRecord | None:
+    async def _enter_build(self, name: str, config: bytes, tenant: str) -> ModelRecord | None:
         """Writes what should be built, or joins what is there; None if another call was faster."""
-        packed = config.SerializeToString(deterministic=True)
-        if old is None or old.config != packed:
-            self._check_may_rebuild(old, config.model_name)
-            generation, owners = (old.generation, old.owners) if old else (0, frozenset[str]())
-            new = ModelRecord(
-                config.model_name, packed, ModelState.BUILT, generation=generation, owners=owners | {tenant}
-            )
-            return await self._try_put(new)
-        if old.state in BUSY:
-            raise Denied(f"model {old.name!r} is {old.state.value}; try again when that is over")
-        if tenant in old.owners:
-            return old
-        return await self._try_put(replace(old, owners=old.owners | {tenant}))
-
-    def _check_may_rebuild(self, old: ModelRecord | None, name: str) -> None:
+        old = await self._catalogue.get(name)
         if old is None:
-            return
-        if old.state is ModelState.RUNNING:
-            raise InvalidCall(f"model {name!r} is running with another configuration: stop it first")
+            return await self._try_put(
+                ModelRecord(name, config, ModelState.BUILT, owners=frozenset({tenant}))
+            )
         if old.state in BUSY:
             raise Denied(f"model {name!r} is {old.state.value}; try again when that is over")
+        if old.config == config:
+            if tenant in old.owners:
+                return old
+            return await self._try_put(replace(old, owners=old.owners | {tenant}))
+        if old.state is ModelState.RUNNING:
+            raise InvalidCall(f"model {name!r} is running with another configuration: stop it first")
+        if not old.is_built:
+            raise Denied(
+                f"model {name!r} is being built with another configuration; try again, or release it"
+            )
+        return await self._try_put(old.rebuilt(config, tenant))
 
-    async def _finish_build(self, record: ModelRecord, old: ModelRecord | None) -> None:
+    async def join_build(self, record: ModelRecord) -> None:
+        """One wait and one roll-back for all calls that build the same here."""
+        key = record.name.encode() + b"\0" + record.config
+        task = self._builds.get(key)
+        if task is None:
+            task = self._builds[key] = asyncio.ensure_future(self._finish_build(record))
+            task.add_done_callback(lambda _: self._builds.pop(key, None))
+        await asyncio.shield(task)
+
+    async def _finish_build(self, record: ModelRecord) -> None:
         try:
-            worker = await self._reached(record)
+            worker = await self.workers.reached(record)
         except FleetError:
-            await self._roll_back(record, old)
+            await self._roll_back(record)
             raise
         facts = worker.models[record.name].facts.SerializeToString()
         for _ in range(MAX_RACES):
             now = await self._catalogue.get(record.name)
+            if now is None or now.config != record.config:
+                raise Denied(f"model {record.name!r} was changed or released by another call meanwhile")
+            if now.is_built or await self._try_put(replace(now, facts=facts, previous=b"")) is not None:
+                return
+
+    async def _roll_back(self, record: ModelRecord) -> None:
+        """Back to what was there before the Build; returns when the workers have let go of what they had."""
+        for _ in range(MAX_RACES):
+            now = await self._catalogue.get(record.name)
             if now is None or now.config != record.config or now.is_built:
                 return
-            if await self._try_put(replace(now, facts=facts)) is not None:
+            before = now.restored()
+            if before is not None and await self._try_put(before) is not None:
                 return
-
-    async def _roll_back(self, record: ModelRecord, old: ModelRecord | None) -> None:
-        now = await self._catalogue.get(record.name)
-        if now is None or now.generation != record.generation:
-            return
-        if old is None or old.config == record.config:
-            await self._catalogue.remove(now)
-        else:
-            await self._catalogue.put(replace(old, generation=now.generation))
-        await self.refresh()
-        await self._nudge()
+            if before is None and await self._remove(now):
+                break
+        if not await self.workers.forgotten(record.name, ROLL_BACK_S):
+            log.warning("model %r could not be built, and some worker still holds parts of it", record.name)
 
     async def start(self, name: str) -> None:
-        """BUILT or STOPPED -> RUNNING on every worker that has it."""
+        """BUILT or STOPPED -> RUNNING on every worker that has it, or on none."""
         record = await self._known(name, unknown=InvalidCall)
         if record.state is ModelState.RUNNING:
+            if self.workers.has_any(record):
+                await self.workers.reached(record, by_any=True)
             return
         if record.state is ModelState.UNLOADED:
             raise InvalidCall(f"model {name!r} is unloaded: reload it first")
@@ -142,7 +157,7 @@ class Lifecycle:
         before = record
         record = await self._put(replace(record, state=ModelState.RUNNING))
         try:
-            worker = await self._reached(record)
+            worker = await self.workers.reached(record)
         except FleetError:
             await self._try_put(replace(record, state=before.state))
             raise
@@ -155,53 +170,80 @@ class Lifecycle:
         record = await self._known(name, unknown=InvalidCall)
         if record.state is not ModelState.RUNNING:
             return
-        record = await self._put(replace(record, state=ModelState.STOPPING))
-        await self._drain(name)
-        record = await self._put(replace(record, state=ModelState.STOPPED))
-        await self._reached(record)
+        await self.finish_stop(await self._put(replace(record, state=ModelState.STOPPING)))
         if unreleased := await self._ledger.num_unreleased(name, tenant):
             raise FleetError(
                 f"model {name!r} is stopped; {unreleased} finished request(s) are not released yet",
                 status=pb.ALLSPARK_RUNTIME_ERROR,
             )
 
+    async def finish_stop(self, record: ModelRecord) -> None:
+        """STOPPING -> STOPPED; also for a broker that takes over from one that died while it drained."""
+        await self._drain(record.name)
+        stopped = await self._try_put(replace(record, state=ModelState.STOPPED))
+        if stopped is not None:  # else it is being released, and that stops it as well
+            await self.workers.reached(stopped)
+
     async def release(self, name: str) -> None:
         """Frees the model everywhere; a running one is stopped first."""
         record = await self._known(name, unknown=InvalidCall, busy_is_denied=False)
-        if record.state is ModelState.RUNNING:
+        if record.state in (ModelState.RUNNING, ModelState.STOPPING):
             record = await self._put(replace(record, state=ModelState.RELEASING))
-        await self._drain(name)
-        now = await self._catalogue.get(name)
-        if now is None or not await self._catalogue.remove(now):
-            raise Denied(f"model {name!r} was changed by another call; try again")
-        await self.refresh()
-        await self._nudge()
-        await self._until(lambda: all(name not in w.models for w in self._table), self._drain_s)
+        await self.finish_release(record)
+
+    async def finish_release(self, record: ModelRecord) -> None:
+        """RELEASING or at rest -> absent; also for a broker that takes over from one that died."""
+        if record.state is ModelState.RELEASING:
+            await self._drain(record.name)
+        if not await self._remove(record) and await self._catalogue.get(record.name) is not None:
+            raise Denied(f"model {record.name!r} was changed by another call at the same time; try again")
+        if not await self.workers.forgotten(record.name, self._drain_s):
+            log.warning("model %r is released, but some worker has not freed it yet", record.name)
 
     async def unload(self, name: str) -> None:
         """BUILT, RUNNING or STOPPED without live requests -> UNLOADED."""
         record = await self._known(name, unknown=ParamError)
         if record.state is ModelState.UNLOADED:
             return
-        if record.model_config().swap_threshold <= _DISABLED_SWAP:
-            raise InvalidCall(f"model {name!r} was built with swap_threshold < 0: swapping is disabled")
-        if live := await self._ledger.num_open(name):
-            raise Denied(f"model {name!r} has {live} live request(s); try again when they have ended")
+        if not record.is_built:
+            raise InvalidCall(f"model {name!r} is still being built")
+        if record.model_config().swap_threshold < 0:
+            raise InvalidCall(f"model {name!r} was built with swap_threshold -1: swapping is off")
+        await self._check_idle(name)
+        before = record
         record = await self._put(replace(record, state=ModelState.UNLOADED, before_unload=record.state.value))
-        await self._reached(record)
+        try:
+            await self._check_idle(name)  # one may have been admitted while this call changed the state
+            await self.workers.reached(record)
+        except FleetError:
+            await self._try_put(replace(record, state=before.state, before_unload=""))
+            raise
+
+    async def _check_idle(self, name: str) -> None:
+        if live := await self._ledger.num_open(name):
+            raise Denied(
+                f"model {name!r} has {live} live request(s); try again when they have ended",
+                retry_after_ms=1000,
+            )
 
     async def reload(self, name: str) -> None:
         """UNLOADED -> the state before."""
-        record = self.models.get(name) or await self._catalogue.get(name)
-        if record is None:
+        if await self._catalogue.get(name) is None:
             raise FleetError(f"model {name!r} is unknown", status=pb.ALLSPARK_RUNTIME_ERROR)
         record = await self._known(name, unknown=ParamError)
         if record.state is not ModelState.UNLOADED:
             return
+        before = record
         record = await self._put(
             replace(record, state=ModelState(record.before_unload or "built"), before_unload="")
         )
-        await self._reached(record)
+        try:
+            await self.workers.reached(record)
+        except FleetError:
+            await self._try_put(
+                replace(record, state=ModelState.UNLOADED, before_unload=before.before_unload)
+            )
+            raise
 
     async def disown(self, tenant: str) -> None:
         """A tenant leaves: models that nobody else built are released."""
@@ -228,8 +270,10 @@ class Lifecycle:
     async def _try_put(self, record: ModelRecord) -> ModelRecord | None:
         written = await self._catalogue.put(record)
         if written is not None:
+            self._num_writes += 1
             self.models[record.name] = written
             await self._nudge()
+            await self.workers.notify()
         return written
 
     async def _put(self, record: ModelRecord) -> ModelRecord:
@@ -238,42 +282,13 @@ class Lifecycle:
             raise Denied(f"model {record.name!r} was changed by another call at the same time; try again")
         return written
 
-    def _reports(self, record: ModelRecord) -> list[tuple[Worker, fleet.WorkerModel | None]]:
-        workers = self._table.eligible(parse_unit(record.model_config().compute_unit).fits)
-        return [(w, w.models.get(record.name)) for w in workers]
-
-    async def _reached(self, record: ModelRecord) -> Worker:
-        """Waits until every eligible worker has complied; one of them. Raises the first failure."""
-        target = WORKER_TARGET[record.state]
-        unit = record.model_config().compute_unit
-        device = f"device {unit!r}" if unit else "any device"
-        if not await self._until(lambda: bool(self._reports(record)), WAIT_FOR_WORKER_S):
-            raise Denied(f"no worker for {device} is connected", retry_after_ms=1000)
-
-        def answer() -> bool:
-            reports = [m for _, m in self._reports(record)]
-            return any(_failed(m, record) for m in reports) or all(
-                _complies(m, record, target) for m in reports
-            )
-
-        await self._until(lambda: not self._reports(record) or answer(), None)
-        reports = self._reports(record)
-        if not reports:
-            raise Denied(f"every worker for {device} left before model {record.name!r} was {target}")
-        for worker, model in reports:
-            if model is not None and _failed(model, record):
-                raise FleetError(
-                    f"worker {worker.worker_id}: {model.reason}",
-                    status=model.as_status or pb.ALLSPARK_UNKNOWN_ERROR,
-                )
-        return reports[0][0]
-
-    async def _until(self, predicate: Callable[[], bool], timeout_s: float | None) -> bool:
-        async with self.changed:
-            try:
-                await asyncio.wait_for(self.changed.wait_for(predicate), timeout_s)
-            except TimeoutError:
-                return False
+    async def _remove(self, record: ModelRecord) -> bool:
+        if not await self._catalogue.remove(record):
+            return False
+        self._num_writes += 1
+        self.models.pop(record.name, None)
+        await self._nudge()
+        await self.workers.notify()
         return True
 
     async def _drain(self, name: str) -> None:
@@ -281,15 +296,12 @@ class Lifecycle:
         loop = asyncio.get_running_loop()
         limit = loop.time() + self._drain_s
         while await self._ledger.num_open(name) and loop.time() < limit:
-            await self._until(lambda: False, 0.1)
+            await self.workers.until(lambda: False, 0.1)
         message = f"model {name!r} was stopped and its drain limit of {self._drain_s:g} s has passed"
         for rid in await self._ledger.open_requests(name):
-            await self._ledger.finish(rid, Ending(pb.GenerateInterrupted, "model_stopped", message))
+            await self.end_request(rid, name, message)
 
-
-def _failed(model: fleet.WorkerModel | None, record: ModelRecord) -> bool:
-    return model is not None and model.generation >= record.generation and model.state == "failed"
-
-
-def _complies(model: fleet.WorkerModel | None, record: ModelRecord, target: str) -> bool:
-    return model is not None and model.generation >= record.generation and model.state == target
+    async def end_request(self, rid: str, model: str, message: str) -> None:
+        """Ends a request whose model does not serve any more."""
+        _, worker = await self._ledger.finish(rid, Ending(pb.GenerateInterrupted, "model_stopped", message))
+        await self._cancel(rid, model, worker)

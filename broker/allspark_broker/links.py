@@ -42,6 +42,15 @@ class ClientLink:
 
     async def send(self, route: list[bytes], reply: fleet.Reply) -> None:
         """A client that is gone loses its answer (it asks again): counted and logged, never raised."""
+        if not await self._is_sent(route, reply):
+            self.undelivered += 1
+            log.warning("the client of call %s is gone; its answer was not delivered", reply.correlation_id)
+
+    async def show_progress(self, route: list[bytes], correlation_id: str) -> None:
+        """Tells a client, if it is still there, that its call is being worked on."""
+        await self._is_sent(route, fleet.Reply(correlation_id=correlation_id, in_progress=True))
+
+    async def _is_sent(self, route: list[bytes], reply: fleet.Reply) -> bool:
         reply.version = VERSION
         try:
             await self._socket.send_multipart(
@@ -50,5 +59,5 @@ class ClientLink:
         except zmq.ZMQError as e:
             if e.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self.undelivered += 1
-            log.warning("the client of call %s is gone; its answer was not delivered", reply.correlation_id)
+            return False
+        return True

@@ -9,6 +9,7 @@ import signal
 import time
 import uuid as uuid_lib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import uvloop
 import zmq.asyncio
@@ -30,15 +31,27 @@ from allspark_broker.lifecycle import Lifecycle
 from allspark_broker.links import ClientLink, WorkerLink
 from allspark_broker.requests import Requests
 from allspark_broker.settings import BrokerSettings
+from allspark_broker.takeover import Takeover
 from allspark_broker.workers import WorkerTable
 
 log = logging.getLogger(__name__)
 
 MAX_CALLS = 20_000  # envelopes in progress at once; one more is denied
 GOODBYE = "said goodbye"
+STORE_PATIENCE_S = 5.0  # less than a gateway waits, so that its caller learns what is wrong
+PROGRESS_S = 0.4  # a call that takes longer tells its client so, this often
 REAP_S = 0.25
 REFRESH_S = 1.0
 SWEEP_S = 60.0
+
+
+@dataclass(slots=True)
+class _InProgress:
+    """A call being worked on; `route` is where its client listens."""
+
+    route: list[bytes]
+    wants_progress: bool
+    since_s: float
 
 
 class Broker:
@@ -55,15 +68,21 @@ class Broker:
         self._backend, self.backend = sockets.router(self._context, settings.backend, max_message_bytes=size)
         self._clients = ClientLink(self._frontend)
         self._link = WorkerLink(self._backend, self.broker_id)
-        self._store = Store(settings.redis)
+        self._store = Store(settings.redis, patience_s=STORE_PATIENCE_S)
         ttl = Ttl(int(settings.result_ttl_s * 1000), int(settings.tombstone_ttl_s * 1000))
         self._ledger = Ledger(self._store, ttl)
         self._table = WorkerTable(settings.worker_timeout_s, time.monotonic)
         affinity = PrefixAffinity(lambda model: self._lifecycle.models.get(model), time.monotonic)
         self._dispatcher = Dispatcher(self._ledger, self._table, self._link, settings.max_queue, affinity)
         self._lifecycle = Lifecycle(
-            Catalogue(self._store), self._ledger, self._table, self._nudge, settings.drain_s
+            Catalogue(self._store),
+            self._ledger,
+            self._table,
+            self._nudge,
+            self._dispatcher.cancel,
+            settings.drain_s,
         )
+        self._takeover = Takeover(self._lifecycle, self._dispatcher, settings.drain_s)
         self._controls = Controls(self._link.send)
         adapters = AdapterCheck(self._table, self._controls.call)
         self._requests = Requests(
@@ -79,7 +98,8 @@ class Broker:
             self._controls.call,
             self._drain_fleet,
         )
-        self._in_progress: dict[tuple[bytes, str], asyncio.Task[None]] = {}
+        self._in_progress: dict[tuple[bytes, str], _InProgress] = {}
+        self._answers: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._suspects: dict[str, int] = {}
         self._stopped = asyncio.Event()
@@ -91,8 +111,9 @@ class Broker:
             self._serve_frontend(),
             self._serve_backend(),
             self._every(self._settings.heartbeat_s, self._beat),
+            self._every(PROGRESS_S, self._show_progress),
             self._every(REAP_S, self._reap),
-            self._every(REFRESH_S, self._lifecycle.refresh),
+            self._every(REFRESH_S, self._refresh),
             self._every(self._settings.worker_timeout_s, self._adopt),
             self._every(SWEEP_S, self._sweep),
         ]
@@ -104,9 +125,11 @@ class Broker:
                 task.result()
             await self._finish_calls()
         finally:
-            for task in [*running, stopped, *self._tasks]:
+            tasks = [*running, stopped, *self._tasks, *self._answers]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*running, stopped, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._takeover.close()
             await self._store.close()
             self._context.destroy(linger=sockets.LINGER_MS)
 
@@ -123,8 +146,8 @@ class Broker:
                 log.warning("waiting for Redis: %s", e)
 
     async def _finish_calls(self) -> None:
-        if self._in_progress:
-            await asyncio.wait(self._in_progress.values(), timeout=min(self._settings.drain_s, 2.0))
+        if self._answers:
+            await asyncio.wait(self._answers, timeout=min(self._settings.drain_s, 2.0))
 
     async def _every(self, interval_s: float, duty: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -151,13 +174,23 @@ class Broker:
             if len(self._in_progress) >= MAX_CALLS:
                 await self._clients.send(route, denied_busy(envelope.correlation_id, MAX_CALLS))
                 continue
-            self._in_progress[key] = asyncio.create_task(self._answer(route, key, envelope))
+            self._in_progress[key] = _InProgress(route, envelope.wants_progress, time.monotonic())
+            task = asyncio.create_task(self._answer(route, key, envelope))
+            self._answers.add(task)
+            task.add_done_callback(self._answers.discard)
 
     async def _answer(self, route: list[bytes], key: tuple[bytes, str], envelope: fleet.Envelope) -> None:
         try:
             await self._clients.send(route, await self._calls.execute(envelope))
         finally:
             del self._in_progress[key]
+
+    async def _show_progress(self) -> None:
+        """So that a client can tell a long call from a dead broker."""
+        limit = time.monotonic() - PROGRESS_S
+        for (_, correlation_id), call in list(self._in_progress.items()):
+            if call.wants_progress and call.since_s < limit:
+                await self._clients.show_progress(call.route, correlation_id)
 
     # ---- workers ----------------------------------------------------------------------------------
 
@@ -196,7 +229,7 @@ class Broker:
         self._table.seen(worker)
         if kind == "heartbeat":
             self._table.heartbeat(worker, message.heartbeat)
-            await self._lifecycle.notify()
+            await self._lifecycle.workers.notify()
             await self._dispatcher.pump_all()
         elif kind == "accepted":
             flight = worker.flights.get(message.accepted.request_id)
@@ -219,7 +252,7 @@ class Broker:
             log.info("worker %s on %s announced itself", worker_id, announce.device)
         for flight in lost:
             await self._dispatcher.claim(flight.request_id, flight.epoch)
-        await self._lifecycle.notify()
+        await self._lifecycle.workers.notify()
         await self._dispatcher.pump_all()
 
     async def _on_refused(self, worker_id: str, refused: fleet.Refused) -> None:
@@ -238,7 +271,7 @@ class Broker:
             log.log(level, "worker %s %s; %d request(s) move on", worker_id, why, len(worker.flights))
             self._stats.retire(worker)
             await self._dispatcher.bury(worker)
-            await self._lifecycle.notify()
+            await self._lifecycle.workers.notify()
 
     async def _nudge(self) -> None:
         for worker in self._table:
@@ -265,6 +298,10 @@ class Broker:
             worker.is_mute = True
             await self._dispatcher.take_back(worker, flight, died=False)
         await self._dispatcher.expire_deadlines()
+
+    async def _refresh(self) -> None:
+        await self._lifecycle.refresh()
+        await self._takeover.look()
 
     async def _adopt(self) -> None:
         models = list(self._lifecycle.models)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import msgpack
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
@@ -11,6 +12,9 @@ from allspark_bus.scripts import Script
 from allspark_bus.store import Arg, Store
 
 PUT = Script.load("put_model")
+
+#: Owner of the models that the operator loads: no client's ShutdownService releases them.
+OPERATOR = "operator"
 
 
 class ModelState(StrEnum):
@@ -37,9 +41,10 @@ WORKER_TARGET = {
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """One model. `generation` rises with every change; `before_unload` is where Reload goes back to.
+    """One model. `generation` rises with every change, also over a release and a new Build of the name.
 
-    `facts` is empty until the first build has finished; `owners` are the tenants that built it.
+    `before_unload` is where Reload goes back to; `owners` are the tenants that built it; `facts` is empty
+    until the build has finished; `previous` holds what a failed rebuild returns to, while it goes on.
     """
 
     name: str
@@ -49,6 +54,28 @@ class ModelRecord:
     before_unload: str = ""
     owners: frozenset[str] = frozenset()
     facts: bytes = b""
+    previous: bytes = b""
+
+    def rebuilt(self, config: bytes, tenant: str) -> "ModelRecord":
+        """The record of a Build with another configuration, which remembers this one."""
+        fields = [self.config, self.state.value, self.before_unload, sorted(self.owners), self.facts]
+        return ModelRecord(
+            self.name,
+            config,
+            ModelState.BUILT,
+            self.generation,
+            owners=self.owners | {tenant},
+            previous=msgpack.packb(fields),
+        )
+
+    def restored(self) -> "ModelRecord | None":
+        """The record before the rebuild that is going on; None if there was none."""
+        if not self.previous:
+            return None
+        config, state, before_unload, owners, facts = msgpack.unpackb(self.previous)
+        return ModelRecord(
+            self.name, config, ModelState(state), self.generation, before_unload, frozenset(owners), facts
+        )
 
     def model_config(self) -> pb.ModelStructConfig:
         """The configuration it was built from."""
@@ -70,6 +97,7 @@ class ModelRecord:
             "before": self.before_unload,
             "owners": owners,
             "facts": self.facts,
+            "prev": self.previous,
         }
         return [x for pair in pairs.items() for x in pair]
 
@@ -82,10 +110,10 @@ class Catalogue:
 
     async def put(self, record: ModelRecord) -> ModelRecord | None:
         """Writes over generation `record.generation` (0: a new one); None if somebody else was first."""
-        await self._store.command("SADD", keys.MODELS, record.name)
-        done, generation = await self._store.script(
-            PUT, [keys.model(record.name)], [record.generation, *record._fields()]
-        )
+        # Named before, so that a record is never without; and after, in case somebody is just removing it.
+        name = ("SADD", keys.MODELS, record.name)
+        put = PUT.command([keys.model(record.name)], [record.generation, *record._fields()])
+        _, (done, generation), _ = await self._store.batch([name, put, name])
         return replace(record, generation=int(generation)) if done else None
 
     async def remove(self, record: ModelRecord) -> bool:
@@ -98,12 +126,13 @@ class Catalogue:
     async def get(self, name: str) -> ModelRecord | None:
         """One record."""
         h = await self._store.command(
-            "HMGET", keys.model(name), "cfg", "state", "gen", "before", "owners", "facts"
+            "HMGET", keys.model(name), "cfg", "state", "gen", "before", "owners", "facts", "prev"
         )
         if h[1] is None:
             return None
         owners = frozenset(o for o in h[4].decode().split(",") if o)
-        return ModelRecord(name, h[0], ModelState(h[1].decode()), int(h[2]), h[3].decode(), owners, h[5])
+        state = ModelState(h[1].decode())
+        return ModelRecord(name, h[0], state, int(h[2]), h[3].decode(), owners, h[5], h[6] or b"")
 
     async def all(self) -> dict[str, ModelRecord]:
         """Every record, by name."""

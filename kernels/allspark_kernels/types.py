@@ -15,6 +15,7 @@ class PackedLinear:
 
     ``dtype`` is the dtype of the weight as it was given; ``layout`` belongs to ``backend`` alone, and
     only that backend's ``linear`` may read it. ``nbytes`` counts what the layout (and bias) occupies.
+    A layout that is no tensor has an attribute ``block``: the address of its ``nbytes`` bytes.
     """
 
     in_features: int

@@ -37,6 +37,7 @@ class Envelope(_message.Message):
     DEADLINE_UNIX_MS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     MAY_SHUTDOWN_FIELD_NUMBER: _builtins.int
+    WANTS_PROGRESS_FIELD_NUMBER: _builtins.int
     START_REQUEST_FIELD_NUMBER: _builtins.int
     STOP_REQUEST_FIELD_NUMBER: _builtins.int
     RELEASE_REQUEST_FIELD_NUMBER: _builtins.int
@@ -65,6 +66,8 @@ class Envelope(_message.Message):
     """higher is served first; -100..100"""
     may_shutdown: _builtins.bool
     """ShutdownService may stop the whole fleet (set for listeners the operator allowed)"""
+    wants_progress: _builtins.bool
+    """send Replies with in_progress while the call takes long"""
     @_builtins.property
     def start_request(self) -> _allspark_service_pb2.StartRequestRequest: ...
     @_builtins.property
@@ -106,6 +109,7 @@ class Envelope(_message.Message):
         deadline_unix_ms: _builtins.int = ...,
         priority: _builtins.int = ...,
         may_shutdown: _builtins.bool = ...,
+        wants_progress: _builtins.bool = ...,
         start_request: _allspark_service_pb2.StartRequestRequest | None = ...,
         stop_request: _allspark_service_pb2.StopRequestRequest | None = ...,
         release_request: _allspark_service_pb2.StopRequestRequest | None = ...,
@@ -125,7 +129,7 @@ class Envelope(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["build_model", b"build_model", "call", b"call", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_fleet_status", b"get_fleet_status", "get_model_information", b"get_model_information", "get_op_profiling_info", b"get_op_profiling_info", "get_rank_nums", b"get_rank_nums", "release_model", b"release_model", "release_request", b"release_request", "reload_model", b"reload_model", "shutdown_service", b"shutdown_service", "start_model", b"start_model", "start_request", b"start_request", "stop_model", b"stop_model", "stop_request", b"stop_request", "unload_model", b"unload_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_model", b"build_model", "call", b"call", "correlation_id", b"correlation_id", "deadline_unix_ms", b"deadline_unix_ms", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_fleet_status", b"get_fleet_status", "get_model_information", b"get_model_information", "get_op_profiling_info", b"get_op_profiling_info", "get_rank_nums", b"get_rank_nums", "may_shutdown", b"may_shutdown", "priority", b"priority", "release_model", b"release_model", "release_request", b"release_request", "reload_model", b"reload_model", "shutdown_service", b"shutdown_service", "start_model", b"start_model", "start_request", b"start_request", "stop_model", b"stop_model", "stop_request", b"stop_request", "tenant", b"tenant", "unload_model", b"unload_model", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_model", b"build_model", "call", b"call", "correlation_id", b"correlation_id", "deadline_unix_ms", b"deadline_unix_ms", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_fleet_status", b"get_fleet_status", "get_model_information", b"get_model_information", "get_op_profiling_info", b"get_op_profiling_info", "get_rank_nums", b"get_rank_nums", "may_shutdown", b"may_shutdown", "priority", b"priority", "release_model", b"release_model", "release_request", b"release_request", "reload_model", b"reload_model", "shutdown_service", b"shutdown_service", "start_model", b"start_model", "start_request", b"start_request", "stop_model", b"stop_model", "stop_request", b"stop_request", "tenant", b"tenant", "unload_model", b"unload_model", "version", b"version", "wants_progress", b"wants_progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["start_request", "stop_request", "release_request", "build_model", "start_model", "stop_model", "release_model", "unload_model", "reload_model", "get_engine_stat", "get_model_information", "get_op_profiling_info", "get_file_information", "get_rank_nums", "shutdown_service", "get_fleet_status"]  # noqa: Y015
     _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
@@ -135,7 +139,7 @@ Global___Envelope: _TypeAlias = Envelope  # noqa: Y015
 
 @_typing.final
 class Reply(_message.Message):
-    """The answer to one Envelope."""
+    """The answer to one Envelope. With wants_progress, any number of Replies with in_progress come before it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -145,6 +149,8 @@ class Reply(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     UUID_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    IN_PROGRESS_FIELD_NUMBER: _builtins.int
     ENGINE_STAT_FIELD_NUMBER: _builtins.int
     MODEL_INFORMATION_FIELD_NUMBER: _builtins.int
     OP_PROFILING_INFO_FIELD_NUMBER: _builtins.int
@@ -160,6 +166,10 @@ class Reply(_message.Message):
     """StartRequest, StopRequest, ReleaseRequest: the uuid to use from here on"""
     retry_after_ms: _builtins.int
     """hint with REQUEST_DENIED; 0: none"""
+    unavailable: _builtins.bool
+    """with a status: nothing was decided, a part of the fleet is out of reach; send again"""
+    in_progress: _builtins.bool
+    """this is no answer yet: the broker still works on the call"""
     @_builtins.property
     def engine_stat(self) -> _allspark_service_pb2.AsEngineStat: ...
     @_builtins.property
@@ -181,6 +191,8 @@ class Reply(_message.Message):
         reason: _builtins.str = ...,
         uuid: _builtins.str = ...,
         retry_after_ms: _builtins.int = ...,
+        unavailable: _builtins.bool = ...,
+        in_progress: _builtins.bool = ...,
         engine_stat: _allspark_service_pb2.AsEngineStat | None = ...,
         model_information: _allspark_service_pb2.ModelInfo | None = ...,
         op_profiling_info: _allspark_service_pb2.OpProfilingInfo | None = ...,
@@ -190,7 +202,7 @@ class Reply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine_stat", b"engine_stat", "file_information", b"file_information", "fleet_status", b"fleet_status", "model_information", b"model_information", "op_profiling_info", b"op_profiling_info", "rank_nums", b"rank_nums", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_status", b"as_status", "correlation_id", b"correlation_id", "engine_stat", b"engine_stat", "file_information", b"file_information", "fleet_status", b"fleet_status", "model_information", b"model_information", "op_profiling_info", b"op_profiling_info", "rank_nums", b"rank_nums", "reason", b"reason", "result", b"result", "retry_after_ms", b"retry_after_ms", "uuid", b"uuid", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_status", b"as_status", "correlation_id", b"correlation_id", "engine_stat", b"engine_stat", "file_information", b"file_information", "fleet_status", b"fleet_status", "in_progress", b"in_progress", "model_information", b"model_information", "op_profiling_info", b"op_profiling_info", "rank_nums", b"rank_nums", "reason", b"reason", "result", b"result", "retry_after_ms", b"retry_after_ms", "unavailable", b"unavailable", "uuid", b"uuid", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["engine_stat", "model_information", "op_profiling_info", "file_information", "rank_nums", "fleet_status"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
@@ -515,6 +527,7 @@ class ControlCall(_message.Message):
     GET_OP_PROFILING_INFO_FIELD_NUMBER: _builtins.int
     GET_FILE_INFORMATION_FIELD_NUMBER: _builtins.int
     GET_ENGINE_STAT_FIELD_NUMBER: _builtins.int
+    TOKENIZE_FIELD_NUMBER: _builtins.int
     CHECK_ADAPTER_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.str
     @_builtins.property
@@ -524,6 +537,8 @@ class ControlCall(_message.Message):
     @_builtins.property
     def get_engine_stat(self) -> _allspark_service_pb2.ModelName: ...
     @_builtins.property
+    def tokenize(self) -> Global___Tokenize: ...
+    @_builtins.property
     def check_adapter(self) -> Global___CheckAdapter: ...
     def __init__(
         self,
@@ -532,13 +547,14 @@ class ControlCall(_message.Message):
         get_op_profiling_info: _allspark_service_pb2.ModelName | None = ...,
         get_file_information: _allspark_service_pb2.FileInformationRequest | None = ...,
         get_engine_stat: _allspark_service_pb2.ModelName | None = ...,
+        tokenize: Global___Tokenize | None = ...,
         check_adapter: Global___CheckAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "check_adapter", b"check_adapter", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "check_adapter", b"check_adapter", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info", "tokenize", b"tokenize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "check_adapter", b"check_adapter", "correlation_id", b"correlation_id", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "check_adapter", b"check_adapter", "correlation_id", b"correlation_id", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info", "tokenize", b"tokenize"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["get_op_profiling_info", "get_file_information", "get_engine_stat", "check_adapter"]  # noqa: Y015
+    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["get_op_profiling_info", "get_file_information", "get_engine_stat", "tokenize", "check_adapter"]  # noqa: Y015
     _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
 
@@ -567,6 +583,62 @@ class CheckAdapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckAdapter: _TypeAlias = CheckAdapter  # noqa: Y015
+
+@_typing.final
+class Tokenize(_message.Message):
+    """Turn the text of a request into token ids with the model's tokenizer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    model_name: _builtins.str
+    text: _builtins.str
+    messages: _builtins.str
+    """JSON: a list of {"role", "content"}; the model's chat template is applied"""
+    def __init__(
+        self,
+        *,
+        model_name: _builtins.str = ...,
+        text: _builtins.str = ...,
+        messages: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model_name", b"model_name", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages"]  # noqa: Y015
+    _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
+
+Global___Tokenize: _TypeAlias = Tokenize  # noqa: Y015
+
+@_typing.final
+class Tokens(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    EOS_IDS_FIELD_NUMBER: _builtins.int
+    ids: _builtins.bytes
+    """int64, little-endian"""
+    @_builtins.property
+    def eos_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """tokens that end a turn, the main one first"""
+
+    def __init__(
+        self,
+        *,
+        ids: _builtins.bytes = ...,
+        eos_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_ids", b"eos_ids", "ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
 
 @_typing.final
 class FromWorker(_message.Message):
@@ -910,6 +982,7 @@ class ControlReply(_message.Message):
     OP_PROFILING_INFO_FIELD_NUMBER: _builtins.int
     FILE_INFORMATION_FIELD_NUMBER: _builtins.int
     ENGINE_STAT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.str
     as_status: _allspark_service_pb2.AS_STATUS.ValueType
     reason: _builtins.str
@@ -919,6 +992,8 @@ class ControlReply(_message.Message):
     def file_information(self) -> _allspark_service_pb2.FileInformationResponse: ...
     @_builtins.property
     def engine_stat(self) -> _allspark_service_pb2.AsEngineStat: ...
+    @_builtins.property
+    def tokens(self) -> Global___Tokens: ...
     def __init__(
         self,
         *,
@@ -928,12 +1003,13 @@ class ControlReply(_message.Message):
         op_profiling_info: _allspark_service_pb2.OpProfilingInfo | None = ...,
         file_information: _allspark_service_pb2.FileInformationResponse | None = ...,
         engine_stat: _allspark_service_pb2.AsEngineStat | None = ...,
+        tokens: Global___Tokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_stat", b"engine_stat", "file_information", b"file_information", "op_profiling_info", b"op_profiling_info", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_stat", b"engine_stat", "file_information", b"file_information", "op_profiling_info", b"op_profiling_info", "result", b"result", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_status", b"as_status", "correlation_id", b"correlation_id", "engine_stat", b"engine_stat", "file_information", b"file_information", "op_profiling_info", b"op_profiling_info", "reason", b"reason", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_status", b"as_status", "correlation_id", b"correlation_id", "engine_stat", b"engine_stat", "file_information", b"file_information", "op_profiling_info", b"op_profiling_info", "reason", b"reason", "result", b"result", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["op_profiling_info", "file_information", "engine_stat"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["op_profiling_info", "file_information", "engine_stat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from allspark_workers.engine import promises
 from allspark_workers.engine.errors import ModelIOError, ModelMemoryError, UnsupportedModelError
 from allspark_workers.engine.types import ModelConfig
-from allspark_workers.models import loader
 from allspark_workers.models.hf_config import read_architecture
 from allspark_workers.models.loader import load_model
 from engine_helpers import LLAMA3_ROPE, TinyModels
@@ -197,7 +197,7 @@ def test_the_context_limits_the_length(tiny: TinyModels, caplog: pytest.LogCaptu
 def test_weights_that_do_not_fit_are_refused_before_loading(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(promises, "free_bytes", lambda device: 1000)
     with pytest.raises(ModelMemoryError, match="need 1 MiB as fp32, cpu has 1 MiB free"):
         load_model(ModelConfig(str(tiny.path("qwen2"))))
 

@@ -98,6 +98,17 @@ class ScriptedEngine:
     def stop(self) -> None:
         self._requests.clear()
 
+    def unload(self, threshold: int) -> None:
+        if self.options.get("fail") == "unload":
+            raise ModelIOError("the scripted engine was told to fail at unload")
+
+    def reload(self) -> None:
+        if self.options.get("fail") == "reload":
+            raise ModelMemoryError("the scripted engine was told to fail at reload")
+
+    def close(self) -> None:
+        assert not self._requests
+
     def submit(self, request: EngineRequest) -> None:
         with self._lock:
             self._requests[request.request_id] = _Running(request)
@@ -202,18 +213,38 @@ class ScriptedEngine:
         assert not self._requests
 
 
+WORKER_NAME = ""
+
+
+def _mine(options: dict, key: str, default: object):  # type: ignore[no-untyped-def, type-arg]
+    """An option, or what "<option>_of" says for the worker of this name."""
+    return options.get(f"{key}_of", {}).get(WORKER_NAME, options.get(key, default))
+
+
+def _take_time(seconds: float, progress: Progress) -> None:
+    """As a real load does: bit by bit, with a report after each."""
+    end = time.monotonic() + seconds
+    progress(0.5, "reading")
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, 0.05))
+        progress(0.5, "reading")
+
+
 def load(config: ModelConfig, progress: Progress) -> ScriptedEngine:
     try:
         options = json.loads(Path(config.model_path).read_text())
     except (OSError, ValueError) as e:
         raise ModelIOError(f"{config.model_path} is no scripted model: {e}") from e
-    progress(0.5, "reading")
-    if delay := options.get("load_s", 0.0):
-        time.sleep(delay)  # the time a real load takes
-    if options.get("fail") == "load":
+    if log := options.get("log"):
+        with Path(log).open("a") as file:
+            file.write("load\n")
+    _take_time(_mine(options, "load_s", 0.0), progress)
+    if _mine(options, "fail", "") == "load":
         raise ModelMemoryError("the scripted engine was told to fail at load")
     return ScriptedEngine(config, options)
 
 
 if __name__ == "__main__":
-    sys.exit(main(WorkerSettings.load(sys.argv[1:]), load))
+    settings = WorkerSettings.load(sys.argv[1:])
+    WORKER_NAME = settings.name
+    sys.exit(main(settings, load))

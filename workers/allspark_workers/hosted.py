@@ -14,7 +14,7 @@ from allspark_workers.ports import EnginePort
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.5
+IDLE_WAIT_S = 0.1  # bounds how long stopping an idle model takes
 #: Requests taken beyond the batch, so that a freed slot is filled without a round trip to the broker.
 QUEUE_AHEAD = 4
 
@@ -34,6 +34,8 @@ class HostedModel:
         self._thread: threading.Thread | None = None
         self._leave = threading.Event()
         self._busy_since = 0.0
+        self._has_run = False
+        self.is_unloaded = False
 
     @property
     def is_running(self) -> bool:
@@ -52,6 +54,7 @@ class HostedModel:
     def start(self) -> None:
         """Allocates KV, warms up and begins stepping; blocks until ready."""
         self.engine.start()
+        self._has_run = True
         self._leave.clear()
         self._thread = threading.Thread(target=self._loop, name=f"engine-{self.name}", daemon=True)
         self._thread.start()
@@ -63,6 +66,24 @@ class HostedModel:
             self._leave.set()
             thread.join()
             self.engine.stop()
+
+    def unload(self, threshold: int) -> None:
+        """Ends stepping and moves weight tensors of more than `threshold` bytes out of device memory."""
+        self.stop()
+        if not self.is_unloaded:
+            self.engine.unload(threshold)
+            self.is_unloaded = True
+
+    def reload(self) -> None:
+        """Moves the weights back."""
+        if self.is_unloaded:
+            self.engine.reload()
+            self.is_unloaded = False
+
+    def close(self) -> None:
+        """Ends stepping and gives all memory back."""
+        self.stop()
+        self.engine.close()
 
     def _loop(self) -> None:
         try:
@@ -85,13 +106,19 @@ class HostedModel:
             return 0.0
         return max(0.0, time.monotonic() - max(self._busy_since, self.engine.stat().last_step_s))
 
+    @property
+    def has_figures(self) -> bool:
+        """Whether there is something to tell: a stopped model keeps its last figures."""
+        return self._has_run and not self.is_unloaded
+
     def describe(self, model: fleet.WorkerModel) -> None:
         """Fills in capacity, statistics and facts."""
         kv_tokens = 0
+        if self.has_figures:
+            model.stat.CopyFrom(self.stat())
         if self.is_running:
             facts = self.engine.facts
             model.capacity = self.capacity
-            model.stat.CopyFrom(self.stat())
             kv_tokens = model.stat.total_span // (2 * facts.num_layers) * facts.span_size
         model.facts.CopyFrom(facts_message(self.engine.facts, kv_tokens))
 

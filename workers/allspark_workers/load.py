@@ -4,8 +4,11 @@ import logging
 import os
 import weakref
 
+import torch
+
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.errors import UnsupportedModelError
+from allspark_workers.engine.memory import give_back
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.loader import architecture_of, load_model
 from allspark_workers.models.shards import Shard
@@ -22,6 +25,7 @@ def load_engine(config: ModelConfig, progress: Progress) -> EnginePort:
 
     If a rank of a model on several devices ends, this process ends at once: its requests go on elsewhere.
     """
+    give_back(torch.device(config.device))  # what a load that failed left behind would count as used
     if len(config.devices) < 2:
         return Engine(load_model(config, progress), config)
     return load_parallel(config, progress)

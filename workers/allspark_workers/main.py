@@ -13,8 +13,7 @@ import uuid as uuid_lib
 from collections.abc import Coroutine
 
 import uvloop
-from allspark_bus.catalogue import Catalogue, ModelRecord
-from allspark_bus.compute_unit import parse_unit
+from allspark_bus.catalogue import Catalogue
 from allspark_bus.errors import FleetError
 from allspark_bus.ledger import Ledger
 from allspark_bus.store import Store
@@ -64,7 +63,7 @@ class Worker:
             timeout_s=settings.broker_timeout_s,
         )
         self._reconciler = Reconciler(
-            Catalogue(self._store), settings, load, self._host, self._links.state_changed, self._is_eligible
+            Catalogue(self._store), settings, load, self._host, self._on_stopped, self._links.state_changed
         )
         self._guides = Guides(int(settings.max_grammar_bytes), settings.grammar_cpu_s)
         self._requests = Requests(
@@ -73,9 +72,6 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._drain = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def _is_eligible(self, record: ModelRecord) -> bool:
-        return parse_unit(record.model_config().compute_unit).fits(self._settings.device)
 
     def _host(self, name: str, engine: EnginePort) -> HostedModel:
         return HostedModel(name, engine, self._emit, self._on_crash)
@@ -87,6 +83,9 @@ class Worker:
         # Nothing in this process can be trusted to go on; the broker moves its requests.
         log.critical("model %r crashed (%r); this worker exits", name, error)
         os._exit(EXIT_CRASHED)
+
+    def _on_stopped(self, hosted: HostedModel) -> None:
+        self._spawn(self._requests.engine_stopped(hosted.engine, self._links.send_all))
 
     def _on_end(self, p: Publication) -> None:
         self._spawn(self._links.send_all(ended=fleet.Ended(request_id=p.request_id, epoch=p.epoch)))

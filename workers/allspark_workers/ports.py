@@ -47,6 +47,18 @@ class EnginePort(Protocol):
     def stop(self) -> None:
         """Frees the KV pool; `start` may follow."""
 
+    def unload(self, threshold: int) -> None:
+        """Moves weight tensors of more than `threshold` bytes out of device memory; not while started.
+
+        Raises EngineError, and then nothing has moved; UnsupportedModelError: they cannot move one by one.
+        """
+
+    def reload(self) -> None:
+        """Moves them back. Raises EngineError, and then they are still out."""
+
+    def close(self) -> None:
+        """Gives all memory back; nothing may be called afterwards."""
+
 
 #: Loads a model; raises EngineError.
 LoadEngine = Callable[[ModelConfig, Progress], EnginePort]

@@ -146,6 +146,14 @@ class Publisher:
                 publication.engine.cancel(rid)
         return True
 
+    def abandon(self, publication: Publication) -> None:
+        """Forgets a request whose engine will say nothing more of it."""
+        if not publication.is_cancelled:
+            publication.is_cancelled = True
+            self._due.pop(publication.request_id, None)
+            self._backlog -= publication.backlog
+        self._close(publication)
+
     def _close(self, publication: Publication) -> None:
         if self._open.get(publication.request_id) is publication:
             del self._open[publication.request_id]

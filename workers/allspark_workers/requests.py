@@ -13,6 +13,7 @@ from allspark_workers.engine.types import FinishReason, StepOutput
 from allspark_workers.guided.errors import GuideError
 from allspark_workers.guided.guides import Guides
 from allspark_workers.hosted import HostedModel
+from allspark_workers.ports import EnginePort
 from allspark_workers.publisher import Publication, Publisher
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Requests:
         )
         self._publisher.open(publication)
         await send(accepted=fleet.Accepted(request_id=d.request_id, epoch=d.epoch))
-        await self._submit(publication, d, hosted)
+        await self._submit(publication, d, hosted, send)
 
     def _refusal(self, d: fleet.Dispatch, hosted: HostedModel | None, known: Publication | None) -> str:
         if self.is_draining:
@@ -85,7 +86,9 @@ class Requests:
             return f"the worker holds {self._max_queue} requests already"
         return ""
 
-    async def _submit(self, publication: Publication, d: fleet.Dispatch, hosted: HostedModel) -> None:
+    async def _submit(
+        self, publication: Publication, d: fleet.Dispatch, hosted: HostedModel, send: Send
+    ) -> None:
         rid = publication.request_id
         try:
             generated = await self._ledger.tokens(rid) if d.resume else []
@@ -93,6 +96,9 @@ class Requests:
             guide = await self._guides.prepare(d.request.config, hosted.engine.facts, generated)
             if publication.is_cancelled:
                 self._publisher.add([StepOutput(rid, d.epoch, 0, [], FinishReason.STOPPED)])
+                return
+            if not hosted.is_running:  # it was stopped since the dispatch was accepted
+                await self._hand_back(publication, send)
                 return
             hosted.engine.submit(engine_request(d, generated, hosted.engine.facts, guide))
         except GuideError as e:
@@ -122,3 +128,15 @@ class Requests:
                 continue
             self._publisher.cancel(p.request_id)
             await send_all(refused=fleet.Refused(request_id=p.request_id, epoch=p.epoch, reason=reason))
+
+    async def engine_stopped(self, engine: EnginePort, send_all: Send) -> None:
+        """Lets go of what a stopped engine had: it has forgotten its requests and will not end them."""
+        for p in self._publisher.publications():
+            if p.engine is engine and p.ending is None:
+                await self._hand_back(p, send_all)
+
+    async def _hand_back(self, p: Publication, send: Send) -> None:
+        """First handed back, then closed: a request that is still open goes on elsewhere, or waits."""
+        reason = f"model {p.model!r} was stopped here"
+        await send(refused=fleet.Refused(request_id=p.request_id, epoch=p.epoch, reason=reason))
+        self._publisher.abandon(p)

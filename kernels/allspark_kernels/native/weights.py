@@ -25,7 +25,7 @@ class _Header(ctypes.Structure):
 class Layout:
     """A packed weight in the library's own memory; ``address`` is what its functions take."""
 
-    __slots__ = ("__weakref__", "address", "bias", "header", "long_rows", "nbytes")
+    __slots__ = ("__weakref__", "address", "bias", "block", "header", "long_rows", "nbytes")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rounds_inputs: bool) -> None:
         lib = library.current.freed
@@ -36,6 +36,7 @@ class Layout:
         if not block:
             raise MemoryError(f"no memory for a packed weight of {self.nbytes} bytes")
         weakref.finalize(self, lib.ask_arena_free, block)
+        self.block: int = block
         # Whole panels are read, so the bias is padded to their width.
         self.bias = None if bias is None else _padded(bias)
         bias_at = None if self.bias is None else self.bias.data_ptr()

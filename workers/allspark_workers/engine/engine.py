@@ -13,20 +13,23 @@ import torch
 
 from allspark_workers.engine.adapters import AdapterPool
 from allspark_workers.engine.admission import check_request
-from allspark_workers.engine.errors import GroupError
+from allspark_workers.engine.errors import GroupError, ModelMemoryError, UnsupportedModelError
 from allspark_workers.engine.facts import model_facts
 from allspark_workers.engine.families import Family, Progress, SampleFamily, Tensors, make_sequence
 from allspark_workers.engine.graphs import is_worth_capturing
 from allspark_workers.engine.host_store import make_prefix_cache
 from allspark_workers.engine.inbox import Command, Inbox, Verb
 from allspark_workers.engine.kv import allocate_kv, plan_kv
+from allspark_workers.engine.memory import blocks_of, give_back
 from allspark_workers.engine.pages import PageLedger
 from allspark_workers.engine.profiler import Profiler
+from allspark_workers.engine.promises import fulfil, promise, reserve, withdraw
 from allspark_workers.engine.runner import Result, Runner
 from allspark_workers.engine.scheduler import Row, Scheduler
 from allspark_workers.engine.sequence import Sequence
 from allspark_workers.engine.sharing import members_of
 from allspark_workers.engine.stats import Counters, engine_stat
+from allspark_workers.engine.swap import Swapped, swap_out
 from allspark_workers.engine.threads import apply_threads
 from allspark_workers.engine.types import (
     EngineRequest,
@@ -78,6 +81,9 @@ class Engine:
         self._adapters.preload(config.lora_names)
         self._scheduler = self._new_scheduler()
         self._runner: Runner | None = None
+        self._swapped: Swapped | None = None
+        self._kv_bytes = self._layout.num_spans * self._layout.bytes_per_span
+        promise(self, model.device, self._kv_bytes)
         self._outputs: list[StepOutput] = []
         self._families: dict[str, Family] = {}
         self._serials = itertools.count()
@@ -98,6 +104,7 @@ class Engine:
         self._scheduler = self._new_scheduler()
         self._counters = Counters()
         cache = allocate_kv(self._model, self._layout)
+        fulfil(self, blocks_of(cache))
         if self._leader is not None:
             self._leader.allocate(self._layout.num_spans)
         runner = Runner(
@@ -117,6 +124,7 @@ class Engine:
         Must not run while another thread is inside `step`.
         """
         self._runner = None
+        promise(self, self._model.device, self._kv_bytes)
         if self._leader is not None:
             self._leader.free()
         self._inbox.clear()
@@ -124,6 +132,43 @@ class Engine:
         self._families.clear()
         self._scheduler = self._new_scheduler()
         self._is_stalled = False
+
+    def unload(self, threshold: int) -> None:
+        """Move weight tensors of more than `threshold` bytes out of device memory; not while started.
+
+        Raises EngineError, and then nothing has moved: UnsupportedModelError for a model of several ranks.
+        """
+        if self._runner is not None or self._swapped is not None:
+            raise RuntimeError("unload called on an engine that is started or unloaded")
+        if self._leader is not None:
+            raise UnsupportedModelError("the weights lie in several processes")
+        model = self._model
+        self._swapped = swap_out(model.decoder, model.device, threshold, self._config.swap_dir or None)
+        withdraw(self)
+        give_back(model.device)
+
+    def reload(self) -> None:
+        """Move the weights back. Raises EngineError, and then they are still out."""
+        swapped, device = self._swapped, self._model.device
+        if swapped is None:
+            raise RuntimeError("reload called on an engine that is not unloaded")
+        if (free := reserve(self, device, swapped.nbytes)) < swapped.nbytes:
+            raise ModelMemoryError(f"{swapped.nbytes} bytes of weights do not fit: {device} has {free} free")
+        try:
+            swapped.restore()
+        except BaseException:
+            withdraw(self)
+            raise
+        self._swapped = None
+        promise(self, device, self._kv_bytes)
+
+    def close(self) -> None:
+        """Give all memory back; the engine can do nothing any more."""
+        device = self._model.device
+        self.stop()
+        withdraw(self)
+        vars(self).clear()  # whatever it holds: weights, adapters, caches, graphs
+        give_back(device)
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request; a newer epoch of a live id replaces the older one (which ends as STOPPED).

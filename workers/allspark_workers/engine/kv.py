@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from allspark_kernels import KVFormat, kv_format
 
-from allspark_workers.engine.device import free_bytes
 from allspark_workers.engine.errors import ModelMemoryError, UnsupportedModelError
+from allspark_workers.engine.promises import available_bytes
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.decoder import KVCache
 from allspark_workers.models.loader import Model
@@ -78,7 +78,7 @@ def plan_kv(model: Model, config: ModelConfig) -> KVLayout:
 
 
 def _default_budget(device: torch.device) -> int:
-    free = free_bytes(device)
+    free = available_bytes(device)
     if device.type == "cuda":
         return int(free * _CUDA_SHARE)
     return min(int(free * _CPU_SHARE), _CPU_BOUND_BYTES)

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from allspark_kernels import PackedLinear, compute_dtype, pack_linear
 
-from allspark_workers.engine.device import free_bytes
 from allspark_workers.engine.errors import ModelIOError, ModelMemoryError, UnsupportedModelError
+from allspark_workers.engine.promises import Loading
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.architecture import Architecture
 from allspark_workers.models.decoder import Decoder, Exchange, Layer
@@ -74,19 +74,19 @@ def load_model(
     max_length = _max_length(config, arch)
     arch = replace(arch, rope=settled(arch.rope, max_length))
     need = arch.num_parameters * dtype.itemsize + max_length * arch.rope.rotary_dim * _TABLE_BYTES
-    free = free_bytes(device)
-    if need > free:
-        raise ModelMemoryError(
-            f"weights of {source.location} need {_mib(need)} MiB as {_DTYPE_NAMES[dtype]}, "
-            f"{device} has {_mib(free)} MiB free"
-        )
-    try:
-        builder = _Builder(arch, source, device, dtype, config.dtype != "auto", report, shard)
-        decoder, weight_bytes = builder.build(max_length, exchange)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ModelMemoryError(
-            f"out of memory on {device} while loading {source.location}: {error}"
-        ) from error
+    with Loading(device, need, report) as loading:
+        if need > loading.available:
+            raise ModelMemoryError(
+                f"weights of {source.location} need {_mib(need)} MiB as {_DTYPE_NAMES[dtype]}, "
+                f"{device} has {_mib(loading.available)} MiB free"
+            )
+        try:
+            builder = _Builder(arch, source, device, dtype, config.dtype != "auto", loading.report, shard)
+            decoder, weight_bytes = builder.build(max_length, exchange)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise ModelMemoryError(
+                f"out of memory on {device} while loading {source.location}: {error}"
+            ) from error
     report(1.0, "weights loaded")
     digest = hashlib.sha256(f"{whole!r} {digest_files(paths)}".encode()).hexdigest()
     return Model(decoder, arch, device, dtype, max_length, weight_bytes, digest)
