@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from allspark_workers.engine.beam_candidates import beam_candidates
 from allspark_workers.engine.engine import Engine
+from allspark_workers.engine.sharing import Gang
 from allspark_workers.engine.types import EngineRequest
 from engine_helpers import Collected, TinyModels, random_prompt, request, run_all
 from transformers import GenerationMixin
@@ -232,6 +234,88 @@ def test_a_search_pushed_out_in_the_middle_goes_on_where_it_was(
             engine.check()
     assert engine._scheduler.num_preemptions == 2
     assert results(collected, "beams 2") == undisturbed["beams 2"]
+
+
+@pytest.mark.parametrize("prompt_length", [31, 32, 33, 48])
+def test_a_search_begins_with_a_cached_prompt_and_is_pushed_out(
+    prompt_length: int, make_engine: Maker
+) -> None:
+    """Also where the cached spans are all that its beams have in common."""
+    item = beam_request("a", random_prompt(prompt_length, seed=6), 20, num_beams=4, num_return_sequences=4)
+    want = results(run_all(make_engine(VARIANT, span_size=16), [item]), "a")
+    engine = make_engine(VARIANT, span_size=16, enable_prefix_cache=True, prefix_cache_ttl_s=60.0)
+    run_all(engine, [request("warm", random_prompt(prompt_length, seed=6), 2)])
+    engine.submit(item)
+    collected = Collected()
+    for step in range(100):
+        if not engine.has_work():
+            break
+        collected.add(engine.step())
+        leader = engine._scheduler.get("a")
+        if step in (1, 5, 9) and leader is not None:
+            engine._scheduler.preempt(leader)
+        engine.check()
+    assert engine._scheduler.num_preemptions == 3
+    assert results(collected, "a") == want
+    assert engine.stat().prefix_cache_hit_token > 0
+
+
+def test_beams_that_share_too_much_to_come_back_start_over(
+    make_engine: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that holds them while they share a history, but not each computed by itself."""
+    item = beam_request("a", random_prompt(20, seed=1), 60, num_beams=8, num_return_sequences=8)
+    wide = make_engine(VARIANT, span_size=16)
+    schedule, most = wide._scheduler.schedule, [0]
+
+    def measured() -> Any:
+        plan = schedule()
+        most[0] = max(most[0], wide._scheduler.ledger.used)
+        return plan
+
+    monkeypatch.setattr(wide._scheduler, "schedule", measured)
+    collected = run_all(wide, [item])
+    span_bytes = 2 * wide.facts.num_layers * wide.facts.span_bytes
+    narrow = make_engine(VARIANT, span_size=16, kv_bytes=most[0] * span_bytes)
+    restarts: list[int] = []
+    start_over = Gang.start_over
+    monkeypatch.setattr(
+        Gang, "start_over", lambda gang: (restarts.append(gang.leader.length), start_over(gang))
+    )
+    narrow.submit(item)
+    again = Collected()
+    for step in range(300):
+        if not narrow.has_work():
+            break
+        again.add(narrow.step())
+        leader = narrow._scheduler.get("a")
+        if step in (15, 33) and leader is not None:
+            narrow._scheduler.preempt(leader)
+            narrow.check()
+    assert restarts, most
+    assert results(again, "a") == results(collected, "a")
+
+
+def test_equal_candidates_are_ranked_by_id_whatever_the_neighbours_want(make_sequence: Any) -> None:
+    rng = np.random.default_rng(12)
+    for trial in range(20):
+        logits = rng.integers(0, 4, (5, 40)).astype(np.float32)  # many equal values
+        counts = rng.integers(2, 9, 5).tolist()
+        sequences = [make_sequence(3, num_beams=count) for count in counts]
+        found = beam_candidates(torch.from_numpy(logits), sequences)
+        for row, got, count in zip(logits, found, counts, strict=True):
+            assert got is not None
+            want = np.lexsort((np.arange(40), -row))[: 2 * count]
+            assert got.tokens.tolist() == want.tolist(), f"trial {trial}"
+            log_probs = row[want] - np.log(np.exp(row.astype(np.float64)).sum())
+            np.testing.assert_allclose(got.log_probs, log_probs, rtol=1e-5)
+
+
+def test_a_row_without_numbers_has_no_candidates(make_sequence: Any) -> None:
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(3))
+    logits[1, 7] = float("nan")
+    first, second = beam_candidates(logits, [make_sequence(3, num_beams=2) for _ in range(2)])
+    assert first is not None and len(first.tokens) == 4 and second is None
 
 
 def test_beams_share_the_spans_of_their_prompt(make_engine: Maker) -> None:

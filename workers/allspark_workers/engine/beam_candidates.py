@@ -18,18 +18,36 @@ _MIN_KEPT = 2  # top_k and top_p leave a beam eos and one more
 
 
 def beam_candidates(logits: torch.Tensor, sequences: list[Sequence]) -> list[Candidates | None]:
-    """Candidates of each sequence from logits [B, V] float32; None where no logit is a number."""
+    """Candidates of each sequence from logits [B, V] float32; None where some logit is not a number."""
+    scores = torch.log_softmax(logits, -1)
+    keys = scores.clone() if any(seq.sampling[0] for seq in sequences) else scores
+    for row, seq in enumerate(sequences):
+        if seq.uses_penalties or seq.constraints.may_ban or seq.sampling[0]:
+            scores[row] = _processed(scores[row], seq)
+        if seq.sampling[0]:
+            keys[row] = scores[row] + _noise(scores[row], seq)
+        elif keys is not scores:
+            keys[row] = scores[row]
+    counts = [min(2 * seq.request.params.num_beams, scores.shape[1]) for seq in sequences]
+    return _best(scores, keys, counts)
+
+
+def _best(scores: torch.Tensor, keys: torch.Tensor, counts: list[int]) -> list[Candidates | None]:
+    """The counts[b] best of each row by key; among equal keys the smaller id, whatever the other rows are."""
+    index = torch.tensor([[count - 1] for count in counts], dtype=torch.int64, device=keys.device)
+    # Which of several equal values topk returns is not defined, but the smallest value is.
+    least = keys.topk(max(counts)).values.gather(1, index)
+    rows, ids = (keys >= least).nonzero(as_tuple=True)
+    found_keys, found_scores = keys[rows, ids].cpu().numpy(), scores[rows, ids].cpu().numpy()
+    ends = np.cumsum(np.bincount(rows.cpu().numpy(), minlength=len(counts)))
+    tokens = ids.cpu().numpy()
     results: list[Candidates | None] = []
-    for row, seq in zip(logits, sequences, strict=True):
-        count = min(2 * seq.request.params.num_beams, row.shape[0])
-        scores = _processed(torch.log_softmax(row, -1), seq)
-        keys = scores + _noise(scores, seq) if seq.sampling[0] else scores
-        best, tokens = keys.topk(count)
-        if bool(best.isnan().any()):
-            results.append(None)
-            continue
-        log_probs = scores[tokens]
-        results.append(Candidates(tokens.cpu().numpy(), log_probs.cpu().numpy(), best.cpu().numpy()))
+    for start, end, count in zip(np.r_[0, ends[:-1]], ends, counts, strict=True):
+        own = slice(int(start), int(end))
+        order = np.argsort(-found_keys[own], kind="stable")[:count]
+        found = Candidates(tokens[own][order], found_scores[own][order], found_keys[own][order])
+        # Nothing compares with NaN: a row that has one yields nothing.
+        results.append(found if len(order) == count else None)
     return results
 
 

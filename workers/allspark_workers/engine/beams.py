@@ -67,18 +67,22 @@ class BeamSearch:
         self._early_stopping = early_stopping
 
     def step(
-        self, candidates: Sequence[Candidates], generated: Sequence[tuple[int, ...]], end_of: EndOf
+        self,
+        candidates: Sequence[Candidates],
+        num_generated: int,
+        end_of: EndOf,
+        tokens_of: Callable[[int], tuple[int, ...]],
     ) -> list[Pick] | None:
         """Take one step; the beams that go on, None if the search is over.
 
-        `candidates[i]` and `generated[i]` belong to running beam i.
+        `candidates[i]` belong to running beam i, which has generated the tokens `tokens_of(i)`.
         """
         picks, totals = self._best(candidates)
         reasons = [end_of(*pick) for pick in picks]
-        size = np.float32(float(len(generated[0]) + 1) ** self._length_penalty)
+        size = np.float32(float(num_generated + 1) ** self._length_penalty)
         for pick, total, reason in list(zip(picks, totals, reasons, strict=True))[: self.num_beams]:
             if reason is not None:
-                tokens = (*generated[pick.parent], pick.token)
+                tokens = (*tokens_of(pick.parent), pick.token)
                 self.hypotheses.append(Hypothesis(tokens, float(total / size), reason))
         self.hypotheses.sort(key=lambda kept: -kept.score)
         del self.hypotheses[self.num_beams :]

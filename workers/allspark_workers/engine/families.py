@@ -178,11 +178,16 @@ class BeamFamily:
         members = [Sequence(self._share_of(index), serial) for index in range(params.num_beams)]
         for member in members:
             member.family = self
-        self.gang = Gang(members)
+        self.gang = Gang(members, self._begin)
         self.queued = [members[0]]
-        self._search = BeamSearch(params.num_beams, params.length_penalty, params.early_stopping)
         self._candidates: dict[int, Candidates] = {}
         self._is_over = False
+        self._begin()
+
+    def _begin(self) -> None:
+        params = self.request.params
+        self._search = BeamSearch(params.num_beams, params.length_penalty, params.early_stopping)
+        self._candidates.clear()
 
     def _share_of(self, index: int) -> EngineRequest:
         params = sequence_params(self.request.params, 0)
@@ -204,8 +209,9 @@ class BeamFamily:
         self._candidates.clear()
         picks = self._search.step(
             found,
-            [tuple(member.generated().tolist()) for member in members],
+            members[0].num_generated,
             lambda parent, token: members[parent].constraints.finish(_Followed(members[parent], token)),
+            lambda parent: tuple(members[parent].generated().tolist()),
         )
         if picks is not None:
             return Progress(num_generated=len(picks), fork=picks)

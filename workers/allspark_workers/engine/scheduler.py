@@ -150,8 +150,9 @@ class Scheduler:
         if self.prefix is not None and row.start < seq.num_prompt:
             self.prefix.extend(seq)
             self._hold(seq, seq.spans)
-        if seq.gang is not None and seq is seq.gang.leader and row.start < seq.gang.trunk <= seq.num_computed:
-            self._branch(seq.gang)
+        gang = seq.gang
+        if gang is not None and not gang.has_branched and gang.leader.num_computed >= gang.trunk:
+            self._branch(gang)
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a running request back to the queue; its tokens stay, its spans do not."""
@@ -267,7 +268,7 @@ class Scheduler:
                 return
             if seq.is_held or seq.is_waiting_for_adapter:
                 continue
-            if self.spans_alone(seq) > self.ledger.total:
+            if self.spans_alone(seq) > self.ledger.total and not self._start_over(seq):
                 plan.exhausted.append(seq)
                 continue
             if seq.siblings and best_donor(seq)[2]:
@@ -276,6 +277,16 @@ class Scheduler:
                 return
             self._enter(seq, plan)
             budget -= self._add_chunk(seq, plan, budget)
+
+    def _start_over(self, seq: Sequence) -> bool:
+        """Whether a gang that cannot be computed again as it stands fits from its prompt on.
+
+        While it ran its members may have shared more than they have in common with the leader.
+        """
+        if seq.gang is None or seq.gang.num_active == 1:
+            return False
+        seq.gang.start_over()
+        return self.spans_alone(seq) <= self.ledger.total
 
     def _make_room(self, seq: Sequence, plan: StepPlan) -> bool:
         """Whether `seq` can start now; pre-empts requests of lower priority if that is what it takes."""
@@ -335,6 +346,7 @@ class Scheduler:
     def _enter_gang(self, gang: Gang) -> None:
         """Seat all members; those that have nothing to compute yet hold the leader's spans."""
         self._seat_first(gang.leader)
+        gang.has_branched = False
         spans = gang.leader.spans
         for index, member in enumerate(gang.members[1:], 1):
             if index < gang.num_active:
@@ -347,6 +359,7 @@ class Scheduler:
 
     def _branch(self, gang: Gang) -> None:
         """The leader has computed what all members have in common: the others go on from there."""
+        gang.has_branched = True
         full, rest = divmod(gang.trunk, self.span_size)
         for member in gang.active()[1:]:
             if rest:

@@ -6,7 +6,7 @@ least the newest token of every sequence is computed by itself: it yields the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -17,13 +17,16 @@ class Gang:
     """Sequences of equal length that enter and leave the batch together and advance in step (beams).
 
     The first leads: it alone is queued, and computes the `trunk` that all have in common; the others go on
-    from there. Only the first `num_active` have something to compute, the rest hold their batch rows.
+    from there (`has_branched`). Only the first `num_active` have something to compute, the rest hold their
+    batch rows. `forget` is called when all is to be computed from the prompt again.
     """
 
-    def __init__(self, members: list[Sequence]) -> None:
+    def __init__(self, members: list[Sequence], forget: Callable[[], None]) -> None:
         self.members = members
         self.num_active = 1
         self.trunk = 0
+        self.has_branched = False
+        self._forget = forget
         for member in members:
             member.gang = self
 
@@ -41,6 +44,13 @@ class Gang:
         first, *others = self.active()
         lengths = [common_prefix(first, other) for other in others]
         self.trunk = min([first.length - 1, *lengths])
+
+    def start_over(self) -> None:
+        """Go back to the prompt; only while the gang waits. What comes is determined, so it comes again."""
+        for member in self.members:
+            member.replace(member.tokens, member.num_prompt)
+        self.num_active = 1
+        self._forget()
 
     def num_spans(self, span_size: int) -> int:
         """Spans that the gang needs to be computed from nothing; `measure` comes first."""
