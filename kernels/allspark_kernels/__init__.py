@@ -6,6 +6,7 @@ package depends on nothing else of the fleet, so it can be taken alone to a GPU 
 
 from .api import (
     add_rms_norm,
+    gelu_mul,
     linear,
     lora_add,
     mark_seen,
@@ -15,8 +16,11 @@ from .api import (
     rotary_kv_write,
     sample,
     silu_mul,
+    soft_cap,
 )
+from .api_experts import combine_experts, grouped_linear, pack_experts, route_experts
 from .backend import backend_for, compute_dtype, use_backend
+from .experts import PackedExperts, Routing
 from .graphs import capture
 from .kv_format import CacheMode, KVFormat, kv_format
 from .lora import NO_ADAPTER, LoraPlan, LoraSite, LoraTable, LoraWeights, plan_lora
@@ -32,16 +36,22 @@ __all__ = [
     "LoraSite",
     "LoraTable",
     "LoraWeights",
+    "PackedExperts",
     "PackedLinear",
+    "Routing",
     "SamplingBatch",
     "add_rms_norm",
     "backend_for",
     "capture",
+    "combine_experts",
     "compute_dtype",
+    "gelu_mul",
+    "grouped_linear",
     "kv_format",
     "linear",
     "lora_add",
     "mark_seen",
+    "pack_experts",
     "pack_linear",
     "paged_attention",
     "plan_attention",
@@ -49,7 +59,9 @@ __all__ = [
     "reserve_decode_plan",
     "rms_norm",
     "rotary_kv_write",
+    "route_experts",
     "sample",
     "silu_mul",
+    "soft_cap",
     "use_backend",
 ]

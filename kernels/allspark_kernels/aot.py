@@ -26,6 +26,7 @@ KERNEL_FILES = (
     "rotary",
     "activation",
     "linear",
+    "experts",
     "lora",
     "decode_attention",
     "prefill_attention",

@@ -170,6 +170,24 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return ops_for(gate_up.is_cuda).silu_mul(gate_up)
 
 
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 I] contiguous -> [T, I]: gelu(first half) * second half (GeGLU, Shazeer, 2020).
+
+    gelu is approximated by tanh, as models trained with "gelu_pytorch_tanh" need it.
+    """
+    _, width = gate_up.shape
+    if width % 2 or not gate_up.is_contiguous():
+        raise _mismatch("gate_up must be contiguous [T, even]", gate_up)
+    return ops_for(gate_up.is_cuda).gelu_mul(gate_up)
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> None:
+    """x [T, N] contiguous becomes cap tanh(x / cap) in place, cap > 0 (Gemma 2, 2024)."""
+    if x.ndim != 2 or not x.is_contiguous() or not 0.0 < cap < math.inf:
+        raise ValueError(f"soft_cap needs contiguous [T, N] and a cap above 0, not {_describe(x)} and {cap}")
+    ops_for(x.is_cuda).soft_cap(x, cap)
+
+
 def sample(logits: torch.Tensor, p: SamplingBatch) -> torch.Tensor:
     """Choose one id per row of logits [B, V] float32 (modified in place): [B] int64.
 

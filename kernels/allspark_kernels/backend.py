@@ -8,12 +8,13 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
 
+from .experts import PackedExperts, Routing
 from .lora import LoraPlan, LoraSite
 from .types import FLOAT_DTYPES, PackedLinear, SamplingBatch
 
@@ -58,6 +59,18 @@ class Ops(Protocol):
         soft_cap: float,
     ) -> torch.Tensor: ...
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+    def soft_cap(self, x: torch.Tensor, cap: float) -> None: ...
+    def pack_experts(self, weights: Sequence[torch.Tensor], rounds_inputs: bool) -> PackedExperts: ...
+    def route_experts(self, logits: torch.Tensor, top_k: int, is_normalised: bool) -> Routing: ...
+    def grouped_linear(self, x: torch.Tensor, w: PackedExperts, routing: Routing) -> torch.Tensor: ...
+    def combine_experts(
+        self,
+        parts: torch.Tensor,
+        routing: Routing,
+        shared: torch.Tensor | None,
+        shared_gate: torch.Tensor | None,
+    ) -> torch.Tensor: ...
     def sample(self, logits: torch.Tensor, p: SamplingBatch) -> torch.Tensor: ...
     def mark_seen(
         self, seen: torch.Tensor, slot: int | torch.Tensor, ids: torch.Tensor, bit: int

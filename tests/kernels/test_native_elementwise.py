@@ -49,6 +49,27 @@ def test_add_rms_norm(width: int, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("width", (1, 17, 1536, 5000))
+def test_gelu_mul(width: int, rows: int) -> None:
+    gate_up = random(rows, 2 * width) * 3
+    gate_up[0, 0] = -200.0
+    expected = torch_ops.gelu_mul(gate_up.double())
+    actual = native.gelu_mul(gate_up)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(native.gelu_mul(gate_up[rows - 1 :]), actual[rows - 1 :])
+
+
+def test_soft_cap() -> None:
+    x = random(7, 5003) * 40
+    whole, expected, alone = x.clone(), x.double(), x[6:].clone()
+    torch_ops.soft_cap(expected, 30.0)
+    native.soft_cap(whole, 30.0)
+    native.soft_cap(alone, 30.0)
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-6, atol=1e-30)
+    assert torch.equal(whole[6:], alone)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", (1, 17, 1536, 5000))
 def test_silu_mul(width: int, rows: int) -> None:
     gate_up = random(rows, 2 * width) * 10
     gate_up[0, 0] = -200.0

@@ -1,5 +1,7 @@
 """RMSNorm, with and without residual, and SwiGLU, against formulas in float64."""
 
+import math
+
 import allspark_kernels as kernels
 import pytest
 import torch
@@ -65,6 +67,25 @@ def test_silu_mul(place: Place, poisoned: None, width: int, dtype: torch.dtype) 
         y = kernels.silu_mul(gate_up)
         assert y.shape == (rows, width) and y.dtype == dtype
         assert_close(y, gate / (1 + torch.exp(-gate)) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", (16, 100, 1500))
+def test_gelu_mul(place: Place, poisoned: None, width: int, dtype: torch.dtype) -> None:
+    gate_up = 4 * randn(5, 2 * width, seed=width, dtype=dtype, device=place.device)
+    gate, up = gate_up.double().split(width, dim=1)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    y = kernels.gelu_mul(gate_up)
+    assert y.shape == (5, width) and y.dtype == dtype
+    assert_close(y, 0.5 * gate * (1 + torch.tanh(inner)) * up, dtype, size=64.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_soft_cap(place: Place, dtype: torch.dtype) -> None:
+    x = 40 * randn(3, 1100, seed=1, dtype=dtype, device=place.device)
+    expected = 30.0 * torch.tanh(x.double() / 30.0)
+    kernels.soft_cap(x, 30.0)
+    assert_close(x, expected, dtype, size=64.0)
 
 
 def test_no_rows(place: Place) -> None:

@@ -6,7 +6,8 @@ depend on the instruction set, the number of threads or the other rows of a batc
 
 try:
     from .attention import paged_attention, prepare_plan
-    from .elementwise import add_rms_norm, rms_norm, rotary_kv_write, silu_mul
+    from .elementwise import add_rms_norm, gelu_mul, rms_norm, rotary_kv_write, silu_mul, soft_cap
+    from .experts import combine_experts, grouped_linear, pack_experts, route_experts
     from .graph import capture
     from .lora import lora_add
     from .sampling import mark_seen, sample
@@ -21,18 +22,24 @@ __all__ = [
     "add_rms_norm",
     "available",
     "capture",
+    "combine_experts",
+    "gelu_mul",
     "get_num_threads",
+    "grouped_linear",
     "linear",
     "lora_add",
     "mark_seen",
+    "pack_experts",
     "pack_linear",
     "paged_attention",
     "prepare_plan",
     "rms_norm",
     "rotary_kv_write",
+    "route_experts",
     "sample",
     "set_num_threads",
     "silu_mul",
+    "soft_cap",
     "unavailable_reason",
 ]
 

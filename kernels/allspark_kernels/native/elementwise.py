@@ -47,6 +47,21 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 I] float32 -> [T, I]."""
+    _need_float32(gate_up)
+    rows, width = gate_up.shape
+    out = torch.empty((rows, width // 2), dtype=torch.float32)
+    library.current.held.ask_gelu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
+    return out
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> None:
+    """x [T, N] float32 becomes cap tanh(x / cap)."""
+    _need_float32(x)
+    library.current.held.ask_soft_cap(x.data_ptr(), x.shape[0], x.shape[1], float(cap))
+
+
 def rotary_kv_write(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -30,6 +30,11 @@ FUNCTIONS = {
     "ask_silu_mul": (2, 2),
     "ask_rotary_kv_write": (3, 14),
     "ask_paged_attention": (4, None),
+    "ask_gelu_mul": (5, 2),
+    "ask_soft_cap": (6, 1),
+    "ask_route_experts": (7, 1),
+    "ask_grouped_linear": (8, 6),
+    "ask_combine_experts": (9, 5),
 }
 # These compute nothing that a step could depend on.
 IGNORED = {"ask_attention_plan"}

@@ -14,8 +14,21 @@ int ask_linear(const struct linear *w, const float *x, int64_t rows, float *out)
 void ask_rms_norm(const float *x, int64_t ldx, float *residual, const float *weight, float eps, float *out,
                   int64_t rows, int64_t width);
 
+/* Mixture of experts, see experts.c. */
+void ask_route_experts(const float *logits, int64_t rows, int64_t experts, int64_t top_k, int64_t is_normalised,
+                       int32_t *ids, float *weights, int32_t *order, int32_t *starts);
+int ask_grouped_linear(const struct linear *const *experts, int64_t num_experts, const int32_t *order,
+                       const int32_t *starts, const float *x, int64_t each_own, int64_t tokens, int64_t top_k,
+                       float *rows, float *results, float *out);
+void ask_combine_experts(const float *parts, const float *weights, const float *shared, const float *gate,
+                         float *out, int64_t rows, int64_t top_k, int64_t width);
+
 /* gate_up [rows, 2 * width] -> out [rows, width], contiguous */
 void ask_silu_mul(const float *gate_up, float *out, int64_t rows, int64_t width);
+void ask_gelu_mul(const float *gate_up, float *out, int64_t rows, int64_t width);
+
+/* x [rows, width] becomes cap * tanh(x / cap) */
+void ask_soft_cap(float *x, int64_t rows, int64_t width, float cap);
 
 /* Adds the adapters' part to out [T, n]: entries of the site's slots, rows [num_rows] grouped by adapter, tiles
  * of them (slot, start, count), x [T, k], widths [3] of the parts of a row of out. Returns 0, or 1 without

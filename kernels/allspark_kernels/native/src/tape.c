@@ -4,7 +4,8 @@
 #include "vec.h"
 
 /* Functions of the binding; the numbers are mirrored there. */
-enum { CALL_LINEAR, CALL_RMS_NORM, CALL_SILU_MUL, CALL_ROTARY, CALL_ATTENTION };
+enum { CALL_LINEAR, CALL_RMS_NORM, CALL_SILU_MUL, CALL_ROTARY, CALL_ATTENTION, CALL_GELU_MUL, CALL_SOFT_CAP,
+       CALL_ROUTE, CALL_GROUPED, CALL_COMBINE };
 
 /* Integers and addresses in the order of the function's arguments; a float argument leaves a gap, and the floats
  * follow in their own order. */
@@ -15,6 +16,7 @@ struct call {
     double f[2];
 };
 
+#define ROWS(i) (each ? each * live : a[i])
 #define P(i) ((void *)c->a[i])
 
 static int run_call(const struct call *c, int64_t live) {
@@ -29,7 +31,14 @@ static int run_call(const struct call *c, int64_t live) {
     case CALL_ROTARY:
         return ask_rotary_kv_write(P(0), P(1), P(2), a[3], a[4], a[5], P(6), a[7], P(8), P(9), P(10), P(11), a[12],
                                    a[13], each ? each * live : a[14], a[15], a[16], a[17], a[18], a[19]);
-    default: return attend_live(P(0), P(1), a[2], P(3), P(4), a[5], (float)c->f[0], P(7), a[8], (float)c->f[1]);
+    case CALL_ATTENTION:
+        return attend_live(P(0), P(1), a[2], P(3), P(4), a[5], (float)c->f[0], P(7), a[8], (float)c->f[1]);
+    case CALL_GELU_MUL: ask_gelu_mul(P(0), P(1), ROWS(2), a[3]); return 0;
+    case CALL_SOFT_CAP: ask_soft_cap(P(0), ROWS(1), a[2], (float)c->f[0]); return 0;
+    case CALL_ROUTE: ask_route_experts(P(0), ROWS(1), a[2], a[3], a[4], P(5), P(6), P(7), P(8)); return 0;
+    case CALL_GROUPED:
+        return ask_grouped_linear(P(0), a[1], P(2), P(3), P(4), a[5], ROWS(6), a[7], P(8), P(9), P(10));
+    default: ask_combine_experts(P(0), P(1), P(2), P(3), P(4), ROWS(5), a[6], a[7]); return 0;
     }
 }
 
