@@ -39,6 +39,8 @@ YARN_ROPE = {
     "original_max_position_embeddings": 160,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "tie_word_embeddings": True, "pad_token_id": 0}
+MOE = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 # name -> (configuration class, what differs from COMMON)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -63,6 +65,32 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "gemma2": (
+        "Gemma2",
+        GEMMA | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0, "sliding_window": 60},
+    ),
+    "gemma3": (
+        "Gemma3",
+        GEMMA
+        | {
+            "sliding_window": 45,
+            "sliding_window_pattern": 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        MOE
+        | {"shared_expert_intermediate_size": 96, "mlp_only_layers": [2], "num_hidden_layers": 4}
+        | {"use_sliding_window": True, "sliding_window": 80, "max_window_layers": 3},
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        MOE | {"head_dim": 32, "norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4},
+    ),
     "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
     "glm4": ("Glm4", {"head_dim": 32, "attention_bias": False, "pad_token_id": 0}),
 }
@@ -71,13 +99,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def build_reference(variant: str, **more: Any) -> Any:
     """A transformers model whose every parameter is random, biases and norms included."""
     family, changes = VARIANTS[variant]
-    config = getattr(transformers, f"{family}Config")(**(COMMON | changes | more))
+    kind = "Gemma3Text" if family == "Gemma3" else family
+    config = getattr(transformers, f"{kind}Config")(**(COMMON | changes | more))
     torch.manual_seed(sum(map(ord, variant)))
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.normal_(1.0, 0.2)
+                parameter.normal_(0.0 if family.startswith("Gemma") else 1.0, 0.2)
             else:
                 parameter.normal_(0.0, 0.15)
     model.generation_config.eos_token_id = None

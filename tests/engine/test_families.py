@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from allspark_workers.engine.engine import Engine
-from allspark_workers.engine.errors import UnsupportedModelError
+from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.families import FAMILIES
 from allspark_workers.models.hf_config import read_architecture
@@ -106,3 +106,81 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
 @pytest.mark.parametrize("variant", ["mistral-window", "qwen2-window"])
 def test_requests_may_be_longer_than_the_window(variant: str, tiny: TinyModels) -> None:
     assert load_model(ModelConfig(str(tiny.path(variant)))).max_length == 640
+
+
+@pytest.mark.parametrize("variant", ["glm4", "gemma2", "gemma3", "qwen2-moe", "qwen3-moe"])
+def test_logits_do_not_depend_on_chunks_neighbours_or_resumption(
+    variant: str, make_engine: Maker, monkeypatch: Any
+) -> None:
+    """Windows, caps and experts keep the promise bit for bit: another request never changes a logit."""
+    prompt = random_prompt(150)
+    alone = make_engine(variant)
+    expected = record_logits(alone, monkeypatch)
+    tokens = run_all(alone, [request("target", prompt, 12, do_sample=True, seed=7)]).tokens["target"]
+    others = [request(f"n{n}", random_prompt(n, seed=n), 9) for n in (1, 40, 77, 130)]
+    for settings, done in (({"prefill_chunk": 13}, 0), ({"prefill_chunk": 64, "num_threads": 2}, 5)):
+        engine = make_engine(variant, **settings)
+        logits = record_logits(engine, monkeypatch)
+        target = request("target", prompt, 12, do_sample=True, seed=7, generated=tokens[:done])
+        assert run_all(engine, [*others, target]).tokens["target"] == tokens[done:]
+        assert torch.equal(logits["target"], expected["target"]), (settings, done)
+
+
+def config_with(tiny: TinyModels, tmp_path: Path, variant: str, **changes: Any) -> Path:
+    """The configuration of a tiny model with some values changed (...: left out)."""
+    config = json.loads((tiny.path(variant) / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    return tmp_path
+
+
+def test_what_gemma_configurations_leave_unsaid(tiny: TinyModels, tmp_path: Path) -> None:
+    silent = dict.fromkeys(
+        ("layer_types", "sliding_window", "sliding_window_pattern", "query_pre_attn_scalar"), ...
+    )
+    caps = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "hidden_activation"), ...)
+    two = read_architecture(config_with(tiny, tmp_path, "gemma2", **silent, **caps))
+    assert two.windows == (4096, 0, 4096) and two.activation == "gelu_tanh"
+    assert (two.attention_soft_cap, two.final_soft_cap, two.query_scale) == (50.0, 30.0, 1 / 16)
+    three = read_architecture(
+        config_with(tiny, tmp_path, "gemma3", **silent, num_hidden_layers=7, rope_parameters=...)
+    )
+    assert three.windows == (4096,) * 5 + (0, 4096)
+    assert (three.attention_soft_cap, three.final_soft_cap) == (0.0, 0.0)
+    assert three.local_rope is not None and (three.rope.theta, three.local_rope.theta) == (1e6, 1e4)
+    old = {
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8},
+    }
+    three = read_architecture(config_with(tiny, tmp_path, "gemma3", rope_parameters=..., **old))
+    assert three.local_rope is not None and (three.rope.theta, three.local_rope.theta) == (5e5, 2e4)
+    assert (three.rope.kind, three.rope.factor, three.local_rope.kind) == ("linear", 8.0, "default")
+    with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention"):
+        read_architecture(config_with(tiny, tmp_path, "gemma3", use_bidirectional_attention=True))
+
+
+def test_which_layers_have_experts(tiny: TinyModels, tmp_path: Path) -> None:
+    def is_sparse(**changes: Any) -> tuple[bool, ...] | None:
+        moe = read_architecture(config_with(tiny, tmp_path, "qwen3-moe", **changes)).moe
+        return None if moe is None else moe.is_sparse
+
+    assert is_sparse() == (False, True, False, True)
+    assert is_sparse(decoder_sparse_step=1) == (True,) * 4
+    assert is_sparse(decoder_sparse_step=1, mlp_only_layers=[0, 3]) == (False, True, True, False)
+    assert is_sparse(decoder_sparse_step=9) is None
+    with pytest.raises(ModelIOError, match="10 of 9 experts per token"):
+        is_sparse(num_experts_per_tok=10)
+
+
+def test_a_missing_expert_is_named(tiny: TinyModels, tmp_path: Path) -> None:
+    path = config_with(tiny, tmp_path, "qwen3-moe", num_experts=10, num_local_experts=10)
+    with pytest.raises(ModelIOError, match=r"no tensor model\.layers\.1\.mlp\.experts\.9\.gate_proj"):
+        load_model(ModelConfig(str(path), weights_path=str(tiny.path("qwen3-moe"))))
+
+
+def test_experts_count_in_the_memory_that_is_checked_before_loading(tiny: TinyModels) -> None:
+    for variant in ("qwen2-moe", "qwen3-moe", "gemma3", "llama-tied"):
+        model = load_model(ModelConfig(str(tiny.path(variant))))
+        matrices = sum(p.numel() for n, p in tiny.reference(variant).named_parameters() if p.ndim > 1)
+        assert 0.9 < model.arch.num_parameters / matrices < 1.3, variant
+        assert model.weight_bytes >= 4 * matrices

@@ -50,8 +50,10 @@ def parallel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ModelConfig]
         leader.close()
 
 
-# Four ranks share two KV heads; biases are added once; fused matrices of the checkpoint are cut part by part.
-@pytest.mark.parametrize(("variant", "size"), [("llama-tied", 4), ("llama-biases", 2), ("phi3", 2)])
+# Four ranks share two KV heads; biases are added once; fused matrices are cut part by part, experts inside.
+@pytest.mark.parametrize(
+    ("variant", "size"), [("llama-tied", 4), ("llama-biases", 2), ("phi3", 2), ("qwen2-moe", 2)]
+)
 def test_several_ranks_give_the_tokens_of_one(
     parallel: Callable[[ModelConfig], Engine],
     make_engine: Callable[..., Engine],
@@ -162,10 +164,10 @@ def test_parts_of_all_ranks_are_the_whole_model(tiny: TinyModels, variant: str) 
     joined = torch.cat([torch.cat(pieces) for pieces in zip(*qkv, strict=True)])
     assert torch.equal(joined, layer.qkv.unpack())
     assert torch.equal(torch.cat([part.output.unpack() for part in mine], 1), layer.output.unpack())
-    assert torch.equal(torch.cat([part.down.unpack() for part in mine], 1), layer.down.unpack())
-    halves = [part.gate_up.unpack().chunk(2) for part in mine]
+    assert torch.equal(torch.cat([part.mlp.down.unpack() for part in mine], 1), layer.mlp.down.unpack())
+    halves = [part.mlp.gate_up.unpack().chunk(2) for part in mine]
     assert torch.equal(
-        torch.cat([torch.cat(pair) for pair in zip(*halves, strict=True)]), layer.gate_up.unpack()
+        torch.cat([torch.cat(pair) for pair in zip(*halves, strict=True)]), layer.mlp.gate_up.unpack()
     )
     heads = [part.decoder.lm_head.unpack() for part in parts]
     assert torch.equal(torch.cat(heads), whole.decoder.lm_head.unpack())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -51,6 +52,28 @@ class RopeParams:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeParams:
+    """A mixture of experts in place of the MLP of the layers in `is_sparse`.
+
+    `top_k` of `num_experts` experts serve a token, weighted by the router's softmax, divided by their sum if
+    `is_normalised`. `shared_size`: width of an expert that serves every token behind a gate; 0: none.
+    """
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    shared_size: int
+    is_normalised: bool
+    is_sparse: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"{self.top_k} of {self.num_experts} experts per token")
+        if self.expert_size < 1 or self.shared_size < 0:
+            raise ValueError(f"experts of width {self.expert_size}, shared {self.shared_size}")
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """A decoder-only transformer with RMSNorm, rotary positions, grouped heads and a gated MLP.
 
@@ -58,7 +81,9 @@ class Architecture:
     current one included (0: all); empty means 0 everywhere. `is_tied`: the output matrix is the embedding
     (None: decided by what the checkpoint holds). `is_rope_interleaved`: the checkpoint's q and k are made for
     rotating neighbours (x[2i], x[2i + 1]); the loader reorders them to halves. `has_post_norms`: what a block
-    gives back is normalised before it is added.
+    gives back is normalised before it is added. `norm_offset` is added to the weights of norms. `query_scale`
+    multiplies scores (None: 1 / sqrt(head_dim)); `attention_soft_cap`, `final_soft_cap`: of scores and
+    logits, 0: none. `local_rope`: of layers with a window, None: as all.
     """
 
     family: str
@@ -82,6 +107,13 @@ class Architecture:
     activation: Activation = "silu"
     has_post_norms: bool = False
     is_rope_interleaved: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    query_scale: float | None = None
+    attention_soft_cap: float = 0.0
+    final_soft_cap: float = 0.0
+    local_rope: RopeParams | None = None
+    moe: MoeParams | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -100,6 +132,11 @@ class Architecture:
             raise ValueError(f"{self.num_heads} heads of {self.head_dim} over {self.num_kv_heads} KV heads")
         if self.rope.rotary_dim > self.head_dim:
             raise ValueError(f"the rotary dimension {self.rope.rotary_dim} exceeds head_dim {self.head_dim}")
+        for name in ("attention_soft_cap", "final_soft_cap"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.moe is not None and len(self.moe.is_sparse) != self.num_layers:
+            raise ValueError(f"{len(self.moe.is_sparse)} kinds of MLP for {self.num_layers} layers")
         if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
             raise ValueError(f"attention windows {self.windows} for {self.num_layers} layers")
 
@@ -107,9 +144,17 @@ class Architecture:
         """Tokens that attention of this layer sees; 0: all."""
         return self.windows[layer] if self.windows else 0
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer has experts in place of an MLP."""
+        return self.moe is not None and self.moe.is_sparse[layer]
+
     @property
     def num_parameters(self) -> int:
         """Weights in the matrices, an untied output matrix included; norms and biases are left out."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp) + 2 * self.vocab_size * self.hidden_size
+        widths = [self.intermediate_size] * self.num_layers
+        if self.moe is not None:
+            sparse = self.moe.num_experts * self.moe.expert_size + self.moe.shared_size
+            widths = [sparse if is_sparse else self.intermediate_size for is_sparse in self.moe.is_sparse]
+        mlps = 3 * self.hidden_size * sum(widths)
+        return self.num_layers * attention + mlps + 2 * self.vocab_size * self.hidden_size

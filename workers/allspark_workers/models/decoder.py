@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from allspark_kernels import AttentionPlan, PackedLinear
+from allspark_kernels import AttentionPlan, PackedExperts, PackedLinear
 
 from allspark_workers.models.architecture import Architecture
 from allspark_workers.models.ops import KernelOps
@@ -28,11 +28,32 @@ class StepTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseMlp:
+    """act(gate) * up, then down. `gate_up` stacks both matrices."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMlp:
+    """Experts; the router [E, H] picks `top_k` for each token. `shared` serves every token, behind a gate."""
+
+    router: PackedLinear
+    gate_up: PackedExperts
+    down: PackedExperts
+    shared: DenseMlp | None
+    shared_gate: PackedLinear | None
+    top_k: int
+    is_normalised: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One transformer block. Norm weights in the compute dtype; `q_norm`, `k_norm` [head_dim] or None.
 
     `attention_post_norm`, `mlp_post_norm` [H] are applied to what attention and MLP give back, None: as it
-    is. `window`: tokens that attention sees, 0: all.
+    is. `window`: tokens that attention sees, 0: all. `cos_sin`: a rotation of its own, None: the decoder's.
     """
 
     input_norm: torch.Tensor
@@ -41,11 +62,11 @@ class Layer:
     k_norm: torch.Tensor | None
     output: PackedLinear
     mlp_norm: torch.Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
+    mlp: DenseMlp | ExpertMlp
     attention_post_norm: torch.Tensor | None = None
     mlp_post_norm: torch.Tensor | None = None
     window: int = 0
+    cos_sin: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +111,10 @@ class Decoder:
         self.cos_sin = cos_sin
         self.exchange = exchange
         self.compute_dtype = final_norm.dtype
-        self._scale = arch.head_dim**-0.5
+        self._scale = arch.head_dim**-0.5 if arch.query_scale is None else arch.query_scale
+        # Rounded like the embeddings that it multiplies, as the reference implementation does.
+        self._embedding_scale = torch.tensor(arch.embedding_scale, dtype=embedding.dtype).item()
+        self._tables = [cos_sin if layer.cos_sin is None else layer.cos_sin for layer in layers]
         self._heads = [arch.num_heads, arch.num_kv_heads, arch.num_kv_heads]
         # The norm that follows a block's MLP is the next block's first one.
         following = [layer.input_norm for layer in layers[1:]] + [final_norm]
@@ -102,7 +126,8 @@ class Decoder:
 
     def embed(self, ops: KernelOps, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, H] of `ids` [T] in the compute dtype."""
-        return ops.embed(self.embedding, ids, self.compute_dtype)
+        x = ops.embed(self.embedding, ids, self.compute_dtype)
+        return x if self._embedding_scale == 1.0 else x.mul_(self._embedding_scale)
 
     def blocks(
         self, ops: KernelOps, residual: torch.Tensor, step: StepTensors, cache: KVCache
@@ -113,6 +138,8 @@ class Decoder:
     def logits(self, ops: KernelOps, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] from hidden states [R, H] after the final norm."""
         logits = ops.lm_head(hidden, self.lm_head)
+        if self.arch.final_soft_cap:
+            ops.soft_cap(logits, self.arch.final_soft_cap)
         if self.exchange is None:
             return logits
         return self.exchange.join_columns(logits, self.arch.vocab_size)
@@ -125,11 +152,12 @@ class Decoder:
         While `step.last` is None, every computation is an operation of `ops` and tensors are only viewed in
         between: so the pass can be captured.
         """
-        add_norm, linear, silu_mul, eps = ops.add_rms_norm, ops.linear, ops.silu_mul, self.arch.norm_eps
+        add_norm, linear, eps = ops.add_rms_norm, ops.linear, self.arch.norm_eps
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         final = len(self._blocks) - 1
         for index, (layer, next_norm) in enumerate(self._blocks):
-            x = self._attend(ops, layer, x, step, (cache.keys[index], cache.values[index]))
+            caches = (cache.keys[index], cache.values[index])
+            x = self._attend(ops, layer, x, step, self._tables[index], caches)
             if index == final and step.last is not None:
                 # Nothing after the last attention mixes tokens: go on with those that are wanted.
                 x, residual = x.index_select(0, step.last), residual.index_select(0, step.last)
@@ -137,7 +165,7 @@ class Decoder:
             if layer.attention_post_norm is not None:
                 x = ops.rms_norm(x, layer.attention_post_norm, eps)
             x = add_norm(x, residual, layer.mlp_norm, eps)
-            x = self._whole(linear(silu_mul(linear(x, layer.gate_up)), layer.down))
+            x = self._whole(self._mlp(ops, layer.mlp, x))
             if layer.mlp_post_norm is not None:
                 x = ops.rms_norm(x, layer.mlp_post_norm, eps)
             x = add_norm(x, residual, next_norm, eps)
@@ -152,6 +180,7 @@ class Decoder:
         layer: Layer,
         x: torch.Tensor,
         step: StepTensors,
+        cos_sin: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Normed input [T, H] -> heads' output [T, num_heads * head_dim], before the output projection."""
@@ -161,9 +190,24 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm_heads(ops, qkv.view(-1, dim), layer.q_norm, layer.k_norm)
         keys, values = cache
-        ops.rotary_kv_write(q, k, v, self.cos_sin, step.positions, step.slots, keys, values)
-        x = ops.paged_attention(q, keys, values, step.plan, self._scale, window=layer.window)
+        ops.rotary_kv_write(q, k, v, cos_sin, step.positions, step.slots, keys, values)
+        cap = self.arch.attention_soft_cap
+        x = ops.paged_attention(q, keys, values, step.plan, self._scale, window=layer.window, soft_cap=cap)
         return x.view(tokens, -1)
+
+    def _mlp(self, ops: KernelOps, mlp: DenseMlp | ExpertMlp, x: torch.Tensor) -> torch.Tensor:
+        """Normed input [T, H] -> [T, H]."""
+        gated = ops.gelu_mul if self.arch.activation == "gelu_tanh" else ops.silu_mul
+        if isinstance(mlp, DenseMlp):
+            return ops.linear(gated(ops.linear(x, mlp.gate_up)), mlp.down)
+        routing = ops.route_experts(ops.linear(x, mlp.router), mlp.top_k, mlp.is_normalised)
+        wide = ops.grouped_linear(x, mlp.gate_up, routing)
+        inner = gated(wide.flatten(0, 1)).view(*wide.shape[:2], wide.shape[2] // 2)
+        parts = ops.grouped_linear(inner, mlp.down, routing)
+        if mlp.shared is None or mlp.shared_gate is None:
+            return ops.combine_experts(parts, routing)
+        shared = self._mlp(ops, mlp.shared, x)
+        return ops.combine_experts(parts, routing, shared, ops.linear(x, mlp.shared_gate))
 
     def _norm_heads(
         self, ops: KernelOps, heads: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
-from allspark_workers.models.architecture import ROPE_TYPES, Activation, Architecture, RopeParams
+from allspark_workers.models.architecture import ROPE_TYPES, Activation, Architecture, MoeParams, RopeParams
 from allspark_workers.models.families import Family, find_family, known_classes
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -40,6 +40,8 @@ def _architecture(config: Mapping[str, Any], eos_ids: tuple[int, ...]) -> Archit
     if family.bias_key is not None:
         has_bias = bool(config.get(family.bias_key, has_bias))
     tied = config.get("tie_word_embeddings")
+    rope, local_rope = _ropes(config, family, head_dim, max_positions)
+    scalar = config.get("query_pre_attn_scalar", family.query_pre_attn_scalar)
     return Architecture(
         family=family.name,
         vocab_size=int(config["vocab_size"]),
@@ -49,9 +51,9 @@ def _architecture(config: Mapping[str, Any], eos_ids: tuple[int, ...]) -> Archit
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(config.get("rms_norm_eps", family.norm_eps)),
         max_positions=max_positions,
-        rope=_rope(config, family, head_dim, max_positions),
+        rope=rope,
         has_qkv_bias=has_bias,
         has_output_bias=has_bias and family.has_output_bias,
         has_mlp_bias=bool(config.get("mlp_bias", False)) and family.has_mlp_bias_key,
@@ -62,6 +64,13 @@ def _architecture(config: Mapping[str, Any], eos_ids: tuple[int, ...]) -> Archit
         activation=_activation(config, family),
         has_post_norms=family.names.mlp_post_norm is not None,
         is_rope_interleaved=family.is_rope_interleaved,
+        norm_offset=family.norm_offset,
+        embedding_scale=float(config["hidden_size"]) ** 0.5 if family.scales_embeddings else 1.0,
+        query_scale=float(scalar) ** -0.5 if family.query_pre_attn_scalar is not None else None,
+        attention_soft_cap=_cap(config, "attn_logit_softcapping", family, family.attention_soft_cap),
+        final_soft_cap=_cap(config, "final_logit_softcapping", family, family.final_soft_cap),
+        local_rope=local_rope,
+        moe=_experts(config, family, num_layers),
     )
 
 
@@ -75,7 +84,7 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> Activation:
-    asked = config.get("hidden_act")
+    asked = config.get("hidden_activation", config.get("hidden_act"))
     if asked is None:
         return family.activation
     if asked not in _ACTIVATIONS:
@@ -84,7 +93,14 @@ def _activation(config: Mapping[str, Any], family: Family) -> Activation:
     return _ACTIVATIONS[asked]
 
 
+def _cap(config: Mapping[str, Any], key: str, family: Family, default: float) -> float:
+    """A soft cap, of the families whose configurations know it."""
+    return float(config.get(key, default) or 0.0) if family.query_pre_attn_scalar is not None else 0.0
+
+
 def _refuse_unknown(config: Mapping[str, Any]) -> None:
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("use_bidirectional_attention is not supported")
     quantisation = config.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
@@ -102,22 +118,73 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
             raise UnsupportedModelError(f"attention layers of type {sorted(strange)} are not supported")
         if len(layer_types) != num_layers:
             raise ValueError(f"{len(layer_types)} layer_types for {num_layers} layers")
-    is_off = family.windows == "late" and not config.get("use_sliding_window")
+    is_off = family.has_window_switch and not config.get("use_sliding_window")
     window = None if is_off else config.get("sliding_window", family.window)
     if not window or family.windows == "none":
+        if family.local_rope_theta is not None:
+            raise ValueError(f"sliding_window is {window}, but layers differ by it")
         return ()
     if layer_types is not None:
         is_local = [kind == "sliding_attention" for kind in layer_types]
-    elif family.windows == "late":
-        is_local = [i >= int(config.get("max_window_layers", 28)) for i in range(num_layers)]
     else:
-        is_local = [True] * num_layers
+        is_local = _local_layers(config, family, num_layers)
     return tuple(int(window) if local else 0 for local in is_local) if any(is_local) else ()
 
 
-def _rope(config: Mapping[str, Any], family: Family, head_dim: int, max_positions: int) -> RopeParams:
-    """Both forms: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling`."""
+def _local_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    """Which layers the window belongs to where a configuration does not list them."""
+    layers = range(num_layers)
+    border = int(config.get("max_window_layers", 28))
+    if family.windows == "late":
+        return [i >= border for i in layers]
+    if family.windows == "alternate_early":
+        return [i % 2 == 0 and i < border for i in layers]
+    if family.windows == "pattern":
+        period = int(config.get("sliding_window_pattern") or family.window_pattern)
+        return [(i + 1) % period != 0 for i in layers]
+    return [True] * num_layers
+
+
+def _experts(config: Mapping[str, Any], family: Family, num_layers: int) -> MoeParams | None:
+    if not family.has_experts:
+        return None
+    count = config.get("num_experts", config.get("num_local_experts"))
+    step = int(config.get("decoder_sparse_step", 1))
+    dense = set(config.get("mlp_only_layers") or ())
+    is_sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+    if not count or not any(is_sparse):
+        return None
+    return MoeParams(
+        num_experts=int(count),
+        top_k=int(config["num_experts_per_tok"]),
+        expert_size=int(config["moe_intermediate_size"]),
+        shared_size=int(config["shared_expert_intermediate_size"]) if family.has_shared_expert else 0,
+        is_normalised=bool(config.get("norm_topk_prob", False)),
+        is_sparse=is_sparse,
+    )
+
+
+def _ropes(
+    config: Mapping[str, Any], family: Family, head_dim: int, max_positions: int
+) -> tuple[RopeParams, RopeParams | None]:
+    """Rotation of all layers and None, or that of layers without a window and of those with one."""
     given: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if family.local_rope_theta is None:
+        return _rope(config, given, family, head_dim, max_positions), None
+    local: Mapping[str, Any] = {"rope_theta": config.get("rope_local_base_freq")}
+    if "full_attention" in given or "sliding_attention" in given:
+        local, given = given.get("sliding_attention") or {}, given.get("full_attention") or {}
+    local = {**local, "rope_theta": local.get("rope_theta") or family.local_rope_theta}
+    return (
+        _rope(config, given, family, head_dim, max_positions),
+        _rope(config, local, family, head_dim, max_positions),
+    )
+
+
+def _rope(
+    config: Mapping[str, Any], given: Mapping[str, Any], family: Family, head_dim: int, max_positions: int
+) -> RopeParams:
+    """`given`: `rope_parameters` (transformers 5), or `rope_scaling` with `rope_theta` beside it."""
     kind = str(given.get("rope_type", given.get("type", "default")))
     if family.name == "phi3":
         kind = _PHI3_ROPE.get(kind, kind)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from allspark_kernels import PackedLinear, compute_dtype, pack_linear
+from allspark_kernels import PackedExperts, PackedLinear, compute_dtype, pack_experts, pack_linear
 
 from allspark_workers.engine.errors import ModelIOError, ModelMemoryError, UnsupportedModelError
 from allspark_workers.engine.promises import Loading
 from allspark_workers.engine.types import ModelConfig
-from allspark_workers.models.architecture import Architecture
-from allspark_workers.models.decoder import Decoder, Exchange, Layer
+from allspark_workers.models.architecture import Architecture, RopeParams
+from allspark_workers.models.decoder import Decoder, DenseMlp, Exchange, ExpertMlp, Layer
 from allspark_workers.models.families import FAMILIES
 from allspark_workers.models.gguf_file import GGUFFile
 from allspark_workers.models.hf_config import read_architecture
@@ -174,11 +174,14 @@ class _Builder:
         self._compute = compute_dtype(device, dtype)
         self._report = report
         self._bytes = 0
+        self._local_cos_sin: torch.Tensor | None = None
 
     def build(self, max_length: int, exchange: Exchange | None) -> tuple[Decoder, int]:
         """The model and the bytes its weights occupy."""
         arch = self._arch
         layers = []
+        if arch.local_rope is not None:
+            self._local_cos_sin = self._rotation(arch.local_rope, max_length)
         for index in range(arch.num_layers):
             layers.append(self._layer(index))
             self._report((index + 1) / (arch.num_layers + 2), f"layer {index + 1} of {arch.num_layers}")
@@ -187,9 +190,13 @@ class _Builder:
         rows = self._vocab.stop - self._vocab.start
         head = self._pack(table[self._vocab]) if self._is_tied() else self._matrix(["lm_head"], [rows])
         norm = self._norm("model.norm", arch.hidden_size)
-        cos_sin = cos_sin_table(arch.rope, max_length).to(self._device)
-        self._bytes += cos_sin.nbytes
+        cos_sin = self._rotation(arch.rope, max_length)
         return Decoder(arch, table, layers, norm, head, cos_sin, exchange), self._bytes
+
+    def _rotation(self, rope: RopeParams, max_length: int) -> torch.Tensor:
+        cos_sin = cos_sin_table(rope, max_length).to(self._device)
+        self._bytes += cos_sin.nbytes
+        return cos_sin
 
     def _is_tied(self) -> bool:
         if self._arch.is_tied is not None:
@@ -199,12 +206,11 @@ class _Builder:
     def _layer(self, index: int) -> Layer:
         arch, names = self._arch, FAMILIES[self._arch.family].names
         prefix = f"model.layers.{index}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
         q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-        wide, hidden = arch.intermediate_size, arch.hidden_size
+        hidden = arch.hidden_size
         qkv = [attention + name for name in names.qkv]
-        gate_up = [mlp + name for name in names.gate_up]
-        has_norm, has_mlp_bias = arch.has_qk_norm, arch.has_mlp_bias
+        has_norm, mlp = arch.has_qk_norm, prefix + "mlp."
         return Layer(
             input_norm=self._norm(prefix + names.input_norm, hidden),
             qkv=self._matrix(
@@ -214,12 +220,46 @@ class _Builder:
             k_norm=self._norm(attention + "k_norm", arch.head_dim) if has_norm else None,
             output=self._matrix([attention + "o_proj"], [hidden], q, bias=arch.has_output_bias),
             mlp_norm=self._norm(prefix + names.mlp_norm, hidden),
-            gate_up=self._matrix(gate_up, _shared([wide, wide], gate_up), bias=has_mlp_bias),
-            down=self._matrix([mlp + "down_proj"], [hidden], wide, bias=has_mlp_bias),
+            mlp=self._experts(mlp) if arch.is_sparse(index) else self._mlp(mlp, arch.intermediate_size),
             attention_post_norm=self._optional_norm(prefix, names.attention_post_norm),
             mlp_post_norm=self._optional_norm(prefix, names.mlp_post_norm),
             window=arch.window_of(index),
+            cos_sin=self._local_cos_sin if arch.window_of(index) else None,
         )
+
+    def _mlp(self, prefix: str, width: int) -> DenseMlp:
+        names, bias = FAMILIES[self._arch.family].names, self._arch.has_mlp_bias
+        gate_up = [prefix + name for name in names.gate_up]
+        return DenseMlp(
+            gate_up=self._matrix(gate_up, _shared([width, width], gate_up), bias=bias),
+            down=self._matrix([prefix + "down_proj"], [self._arch.hidden_size], width, bias=bias),
+        )
+
+    def _experts(self, prefix: str) -> ExpertMlp:
+        moe, hidden = self._arch.moe, self._arch.hidden_size
+        if moe is None:
+            raise RuntimeError("experts of an architecture without any")
+        wide, each = moe.expert_size, [f"{prefix}experts.{e}." for e in range(moe.num_experts)]
+        gates, ups, downs = ([f"{e}{part}_proj.weight" for e in each] for part in ("gate", "up", "down"))
+        gate_up = [
+            self._stack([(gate, (wide, hidden)), (up, (wide, hidden))])
+            for gate, up in zip(gates, ups, strict=True)
+        ]
+        down = [self._tensor(name, (hidden, wide), self._dtype) for name in downs]
+        return ExpertMlp(
+            router=self._matrix([prefix + "gate"], [moe.num_experts]),
+            gate_up=self._pack_experts(gate_up),
+            down=self._pack_experts(down),
+            shared=self._mlp(prefix + "shared_expert.", moe.shared_size) if moe.shared_size else None,
+            shared_gate=self._matrix([prefix + "shared_expert_gate"], [1]) if moe.shared_size else None,
+            top_k=moe.top_k,
+            is_normalised=moe.is_normalised,
+        )
+
+    def _pack_experts(self, weights: list[torch.Tensor]) -> PackedExperts:
+        packed = pack_experts(weights, rounds_inputs=self._rounds_inputs)
+        self._bytes += packed.nbytes
+        return packed
 
     def _half_split(self, stacked: torch.Tensor) -> torch.Tensor:
         return half_split_rows(self._arch, stacked)
@@ -256,7 +296,8 @@ class _Builder:
         return None if name is None else self._norm(prefix + name, self._arch.hidden_size)
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
-        weight = self._tensor(f"{name}.weight", (size,), self._compute)
+        weight = self._tensor(f"{name}.weight", (size,), torch.float32)
+        weight = weight.add_(self._arch.norm_offset).to(self._compute)
         self._bytes += weight.nbytes
         return weight
 

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import torch
 from allspark_kernels import PackedLinear
 
-from allspark_workers.models.decoder import Decoder
+from allspark_workers.models.decoder import Decoder, DenseMlp
 from allspark_workers.models.families import FAMILIES
 from allspark_workers.models.rope import half_split_rows
+
+# Packed layer, modules, their widths, the order of their rows.
+_Pack = tuple[PackedLinear, tuple[str, ...], tuple[int, ...], torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,12 +40,15 @@ def adapter_sites(decoder: Decoder) -> list[tuple[AdapterSite, PackedLinear]]:
     gate_up = tuple(f"mlp.{name}" for name in names.gate_up)
     sites = []
     for index, layer in enumerate(decoder.layers):
-        packs = (
+        packs: list[_Pack] = [
             (layer.qkv, qkv, _split([heads, kv_heads, kv_heads], qkv), order),
             (layer.output, ("self_attn.o_proj",), (hidden,), None),
-            (layer.gate_up, gate_up, _split([wide, wide], gate_up), None),
-            (layer.down, ("mlp.down_proj",), (hidden,), None),
-        )
+        ]
+        if isinstance(layer.mlp, DenseMlp):  # adapters of single experts are not served
+            packs += [
+                (layer.mlp.gate_up, gate_up, _split([wide, wide], gate_up), None),
+                (layer.mlp.down, ("mlp.down_proj",), (hidden,), None),
+            ]
         for packed, modules, widths, rows in packs:
             full = tuple(f"model.layers.{index}.{name}" for name in modules)
             sites.append((AdapterSite(full, widths, packed.in_features, _orders(rows, widths)), packed))

@@ -27,6 +27,11 @@ class KernelOps:
     rotary_kv_write: Callable[..., None] = kernels.rotary_kv_write
     paged_attention: Callable[..., torch.Tensor] = kernels.paged_attention
     silu_mul: Callable[..., torch.Tensor] = kernels.silu_mul
+    gelu_mul: Callable[..., torch.Tensor] = kernels.gelu_mul
+    soft_cap: Callable[..., None] = kernels.soft_cap
+    route_experts: Callable[..., kernels.Routing] = kernels.route_experts
+    grouped_linear: Callable[..., torch.Tensor] = kernels.grouped_linear
+    combine_experts: Callable[..., torch.Tensor] = kernels.combine_experts
     sample: Callable[..., torch.Tensor] = kernels.sample
     lora_add: Callable[..., None] = kernels.lora_add
 
@@ -42,6 +47,11 @@ _TITLES = {
     "rotary_kv_write": "RotaryKVWrite",
     "paged_attention": "PagedAttention",
     "silu_mul": "SiluMul",
+    "gelu_mul": "GeluMul",
+    "soft_cap": "SoftCap",
+    "route_experts": "RouteExperts",
+    "grouped_linear": "GroupedLinear",
+    "combine_experts": "CombineExperts",
     "sample": "Sample",
     "lora_add": "LoraAdd",
 }

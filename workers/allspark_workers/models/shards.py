@@ -13,10 +13,11 @@ from itertools import pairwise
 import torch
 
 from allspark_workers.engine.errors import UnsupportedModelError
-from allspark_workers.models.architecture import Architecture
+from allspark_workers.models.architecture import Architecture, MoeParams
 from allspark_workers.models.source import WeightSource
 
-_WHOLE = ("embed_tokens", "norm", "layernorm")
+# "gate" (the router) and "shared_expert_gate" among them: every rank routes alike.
+_WHOLE = ("embed_tokens", "norm", "layernorm", "gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ class Shard:
         head = self.rank * count // self.size
         return slice(head, head + 1)
 
+    def _experts(self, moe: MoeParams) -> MoeParams:
+        return replace(
+            moe, expert_size=moe.expert_size // self.size, shared_size=moe.shared_size // self.size
+        )
+
     def architecture(self, arch: Architecture) -> Architecture:
         """What this rank computes. Raises UnsupportedModelError if the model cannot be cut into `size`."""
         kv = arch.num_kv_heads
@@ -49,16 +55,19 @@ class Shard:
             raise UnsupportedModelError(
                 f"{arch.num_heads} heads and {kv} KV heads cannot be divided over {self.size} devices"
             )
-        if arch.intermediate_size % self.size:
-            raise UnsupportedModelError(
-                f"an MLP of {arch.intermediate_size} cannot be divided over {self.size} devices"
-            )
+        moe = arch.moe
+        widths = [arch.intermediate_size] if moe is None or not all(moe.is_sparse) else []
+        widths += [] if moe is None else [moe.expert_size, moe.shared_size]
+        for width in widths:
+            if width % self.size:
+                raise UnsupportedModelError(f"an MLP of {width} cannot be divided over {self.size} devices")
         heads = self.kv_heads(kv)
         return replace(
             arch,
             num_heads=arch.num_heads // self.size,
             num_kv_heads=heads.stop - heads.start,
-            intermediate_size=arch.intermediate_size // self.size,
+            intermediate_size=max(1, arch.intermediate_size // self.size),
+            moe=None if moe is None else self._experts(moe),
         )
 
 
@@ -83,7 +92,7 @@ class ShardedSource:
         if kind == "bias":
             kind = module.rpartition(".")[2]
         arch, shard = self._arch, self._shard
-        wide = shard.part(arch.intermediate_size)
+        wide = shard.part(self._inner_width(name))
         match kind:
             case "q_proj":
                 return tensor[self._q_rows]
@@ -110,6 +119,15 @@ class ShardedSource:
         raise UnsupportedModelError(
             f"{arch.family} models run on one device only: how to divide {name} is not known"
         )
+
+    def _inner_width(self, name: str) -> int:
+        """Width of the MLP, expert or shared expert that a tensor belongs to."""
+        moe = self._arch.moe
+        if moe is not None and ".experts." in name:
+            return moe.expert_size
+        if moe is not None and ".shared_expert." in name:
+            return moe.shared_size
+        return self._arch.intermediate_size
 
     @property
     def _q_rows(self) -> slice:
