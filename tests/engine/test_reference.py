@@ -20,9 +20,9 @@ def record_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     sampler = engine._runner._sampler
     original = sampler.sample
 
-    def sample(ops: Any, logits: torch.Tensor, sequences: list[Any]) -> list[int]:
+    def sample(ops: Any, logits: torch.Tensor, sequences: list[Any], *more: Any) -> list[int]:
         seen.update(zip((s.request_id for s in sequences), logits.clone(), strict=True))
-        return original(ops, logits, sequences)
+        return original(ops, logits, sequences, *more)
 
     monkeypatch.setattr(sampler, "sample", sample)
     return seen
