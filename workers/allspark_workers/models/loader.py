@@ -66,13 +66,12 @@ def load_model(
     report = progress or (lambda _fraction, _text: None)
     report(0.0, "reading configuration")
     arch, source, paths = _open(config)
-    whole = arch
+    max_length = _max_length(config, arch)
+    arch = whole = replace(arch, rope=settled(arch.rope, max_length))
     if shard is not None:
         arch, source = shard.architecture(arch), ShardedSource(source, arch, shard)
     device = _device(config.device)
     dtype = source.dtype if config.dtype == "auto" else _DTYPES[config.dtype]
-    max_length = _max_length(config, arch)
-    arch = replace(arch, rope=settled(arch.rope, max_length))
     need = arch.num_parameters * dtype.itemsize + max_length * arch.rope.rotary_dim * _TABLE_BYTES
     with Loading(device, need, report) as loading:
         if need > loading.available:
