@@ -42,10 +42,10 @@ def record_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     sampler = engine._runner._sampler
     original = sampler.sample
 
-    def sample(ops: Any, logits: torch.Tensor, sequences: list[Any]) -> list[int]:
+    def sample(ops: Any, logits: torch.Tensor, sequences: list[Any], *more: Any) -> list[int]:
         for sequence, row in zip(sequences, logits, strict=True):
             seen.setdefault(sequence.request_id, []).append(row.clone())
-        return original(ops, logits, sequences)
+        return original(ops, logits, sequences, *more)
 
     monkeypatch.setattr(sampler, "sample", sample)
     return seen
