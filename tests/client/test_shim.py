@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from allspark.cli import EXIT_FAILED, EXIT_OK, main
 from allspark.shim import ShimError, ShimSettings, translate, write_directory
 from allspark.shim.arguments import Launch, parse
 from allspark.shim.settings import Target, parse_models
@@ -102,6 +103,18 @@ def test_a_real_mpirun_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ShimError, match="not ours"):
         write_directory(tmp_path, ShimSettings(("h:1",)))
     assert (tmp_path / "mpirun").read_bytes() == b"\x7fELF\xff"
+
+
+def test_the_command_writes_it_and_says_what_to_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "shim"
+    assert main(["dashinfer-shim", str(directory), "--grpc=h:1", "--model=a=x", "--model=*=y@/p"]) == EXIT_OK
+    assert f"AS_DAEMON_PATH={directory}" in capsys.readouterr().out
+    models = {"a": Target("x"), "*": Target("y", "/p")}
+    assert ShimSettings.read(directory) == ShimSettings(("h:1",), models)
+    assert main(["dashinfer-shim", str(directory), "--model=a"]) == EXIT_FAILED
+    assert "NAME=MODEL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"grpc": ["a"], "models": {"m": {"x": 1}}}'])

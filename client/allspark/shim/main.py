@@ -142,11 +142,11 @@ class Listener:
 
 
 def _bind(server: grpc.aio.Server, path: Path) -> None:
-    path.unlink(missing_ok=True)
     mask = os.umask(0o177)  # the socket must never be open to others
     try:
+        path.unlink(missing_ok=True)
         server.add_insecure_port(f"unix:{path}")
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise ShimError(f"cannot listen on {path}: {error}") from error
     finally:
         os.umask(mask)
