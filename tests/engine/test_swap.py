@@ -25,8 +25,13 @@ def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_medium_model(tmp_path_factory.mktemp("medium"))
 
 
-def load(path: Path, swap_dir: Path, **config: object) -> Engine:
-    settings = ModelConfig(str(path), num_threads=1, swap_dir=str(swap_dir), max_batch=2, **config)  # type: ignore[arg-type]
+@pytest.fixture(autouse=True)
+def swap_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def load(path: Path) -> Engine:
+    settings = ModelConfig(str(path), num_threads=1, max_batch=2)
     return Engine(load_model(settings), settings)
 
 
@@ -43,7 +48,7 @@ def test_memory_falls_and_the_same_tokens_come_back(
 ) -> None:
     monkeypatch.setattr("allspark_kernels.backend._forced", backend)
     monkeypatch.setattr("allspark_kernels.backend._selected", [None, None])
-    engine = load(medium, tmp_path)
+    engine = load(medium)
     before_tokens = generate(engine)
     weights = sum(block.nbytes for block in blocks_of(engine._model.decoder))
     assert weights >= 65e6
@@ -66,7 +71,7 @@ def test_memory_falls_and_the_same_tokens_come_back(
 def test_only_tensors_larger_than_the_threshold_move(
     medium: Path, tmp_path: Path, threshold: int, moves: str
 ) -> None:
-    engine = load(medium, tmp_path)
+    engine = load(medium)
     blocks = [b for b in blocks_of(engine._model.decoder) if b.pages().nbytes]
     table = block_of(engine._model.decoder.embedding)
     assert table.nbytes == EMBEDDING_BYTES
@@ -79,10 +84,13 @@ def test_only_tensors_larger_than_the_threshold_move(
     engine.close()
 
 
-def test_a_directory_without_room_leaves_the_model_as_it_is(medium: Path, tmp_path: Path) -> None:
-    engine = load(medium, tmp_path / "missing")
+def test_a_directory_without_room_leaves_the_model_as_it_is(
+    medium: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/missing")
+    engine = load(medium)
     before = generate(engine)
-    with pytest.raises(ModelIOError, match=r"missing.*--swap-dir"):
+    with pytest.raises(ModelIOError, match=r"missing.*TMPDIR"):
         engine.unload(0)
     assert generate(engine) == before
     engine.close()
@@ -91,7 +99,7 @@ def test_a_directory_without_room_leaves_the_model_as_it_is(medium: Path, tmp_pa
 def test_a_model_that_does_not_fit_back_stays_out(
     medium: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = load(medium, tmp_path)
+    engine = load(medium)
     before = generate(engine)
     engine.unload(0)
     monkeypatch.setattr(promises, "free_bytes", lambda _: 1 << 20)
@@ -145,7 +153,7 @@ def test_a_mapped_file_needs_no_copy(tmp_path: Path) -> None:
     mapped = torch.from_file(str(tmp_path / "weights"), shared=False, size=1 << 20, dtype=torch.uint8)
     own = torch.full((1 << 20,), 2, dtype=torch.uint8)
     assert int(mapped.sum()) == 1 << 20
-    file = swap.SwapFile([block_of(mapped), block_of(own)], str(tmp_path))
+    file = swap.SwapFile([block_of(mapped), block_of(own)])
     assert file._blocks == [block_of(own)]
     file.restore()
     assert (int(mapped.sum()), int(own.sum())) == (1 << 20, 2 << 20)

@@ -126,7 +126,6 @@ def model_config(record: ModelRecord, settings: WorkerSettings) -> ModelConfig:
         span_size=config.cache_span_size,
         kv_bytes=int(settings.kv_memory or 0),
         num_threads=config.num_threads or settings.num_threads,
-        swap_dir=str(settings.swap_dir or ""),
         cache_mode=config.cache_mode,
         lora_names=tuple(config.lora_names.names),
         lora_roots=(str(weights if weights.is_dir() else weights.parent), *map(str, settings.model_root)),

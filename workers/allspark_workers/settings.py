@@ -1,6 +1,5 @@
 """Settings of a worker."""
 
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from allspark_bus.setting_types import Count, Device, Metavar, PathList, Seconds, Size, ZmqEndpoints
@@ -27,8 +26,6 @@ class WorkerSettings(ProcessSettings):
     """Memory for KV spans, for example 2GiB; unset: chosen from what the device has free."""
     prefix_host_memory: Annotated[Size | None, Metavar("BYTES")] = None
     """Host memory per model for cached prefixes that leave the KV spans, for example 8GiB; unset: none."""
-    swap_dir: Annotated[Path | None, Metavar("DIR")] = None
-    """Where the weights of unloaded models go on a CPU; unset: the system's temporary directory."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of products; auto: weights as saved, activations as precise as the device has them."""
     kernels: Literal["auto", "torch", "native", "triton"] = "auto"

@@ -143,7 +143,7 @@ class Engine:
         if self._leader is not None:
             raise UnsupportedModelError("the weights lie in several processes")
         model = self._model
-        self._swapped = swap_out(model.decoder, model.device, threshold, self._config.swap_dir or None)
+        self._swapped = swap_out(model.decoder, model.device, threshold)
         withdraw(self)
         give_back(model.device)
 

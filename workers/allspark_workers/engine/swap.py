@@ -26,17 +26,17 @@ class Swapped(Protocol):
         """Brings them back. Raises EngineError, and then they are still out."""
 
 
-def swap_out(root: object, device: torch.device, threshold: int, directory: str | None) -> Swapped:
+def swap_out(root: object, device: torch.device, threshold: int) -> Swapped:
     """Move every tensor under `root` with more than `threshold` bytes out of the memory of `device`.
 
-    Nothing may compute with them meanwhile. `directory`: where a CPU's weights go, None: the system's
-    temporary directory. Raises ModelIOError or ModelMemoryError, and then nothing has moved.
+    Nothing may compute with them meanwhile. The weights of a CPU go to the system's temporary directory.
+    Raises ModelIOError or ModelMemoryError, and then nothing has moved.
     """
     if device.type == "cuda":
         tensors = [t for t in tensors_of(root) if isinstance(t, torch.Tensor) and t.device.type == "cuda"]
         storages = [t.untyped_storage() for t in tensors]
         return HostCopy([s for s in storages if s.nbytes() > threshold], device)
-    return SwapFile([b for b in blocks_of(root) if b.nbytes > threshold], directory)
+    return SwapFile([b for b in blocks_of(root) if b.nbytes > threshold])
 
 
 class HostCopy:
@@ -84,17 +84,17 @@ class SwapFile:
     Their addresses stay reserved, so whatever points there is right again once they are back.
     """
 
-    def __init__(self, blocks: list[Block], directory: str | None) -> None:
+    def __init__(self, blocks: list[Block]) -> None:
         # What is a mapped file already needs no copy: its pages come back from there by themselves.
         self._blocks, mapped = split_own(blocks)
         self.nbytes = sum(b.nbytes for b in blocks)
-        where = directory or tempfile.gettempdir()
+        where = tempfile.gettempdir()
         try:
             self._file = self._write(where)
         except OSError as error:
             raise ModelIOError(
                 f"cannot write {self.nbytes} bytes of weights to {where}: {error.strerror}; "
-                "name a directory with room as --swap-dir"
+                "name a directory with room in the environment variable TMPDIR"
             ) from error
         for block in [*self._blocks, *mapped]:
             forget(block)

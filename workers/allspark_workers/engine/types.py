@@ -228,7 +228,6 @@ class ModelConfig:
     memory. `num_threads` 0: as many as the process may use. `prefill_chunk`: prompt tokens computed per step.
     `lora_names`: adapters to load with the model; `lora_roots`: directories that they and later ones are
     searched in; at most `lora_max_num` are in memory at a time, of rank `lora_max_rank` or less.
-    `swap_dir`: where a CPU's weights go when they are unloaded, empty: the system's temporary directory.
     `cache_mode`: how K and V are stored, 0 in the model's dtype, 1 as int8, 2 as uint4.
     `enable_prefix_cache`: keep K and V of prompts for `prefix_cache_ttl_s` seconds after their last use (0:
     share them among live requests only), up to `prefix_host_bytes` of them in host memory if spans are short.
@@ -244,7 +243,6 @@ class ModelConfig:
     span_size: int = 0
     kv_bytes: int = 0
     num_threads: int = 0
-    swap_dir: str = ""
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     lora_names: tuple[str, ...] = ()
     lora_roots: tuple[str, ...] = ()
