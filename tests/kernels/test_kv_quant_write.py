@@ -54,6 +54,8 @@ def test_every_element_is_within_half_a_step(
 ) -> None:
     if cache_place.name == "native" and dtype != F32:
         pytest.skip("activations on the CPU are float32")
+    if cache_place.name == "interpreter" and (dtype == F32) != (mode == CacheMode.INT8):
+        pytest.skip("the interpreter is slow: it runs every mode in one dtype")
     num_q_heads, num_kv_heads, dim = heads
     slots = [0, 3 * SPAN - 1, -1, SPAN, 2, -1, 2 * SPAN + 5]
     fused = randn(7, (num_q_heads + 2 * num_kv_heads) * dim, seed=dim, dtype=dtype, device=cache_place.device)
