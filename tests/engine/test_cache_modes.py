@@ -9,6 +9,7 @@ import pytest
 import torch
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.errors import UnsupportedModelError
+from allspark_workers.engine.host_store import SpanStore
 from allspark_workers.engine.kv import plan_kv
 from allspark_workers.engine.types import ModelConfig
 from engine_helpers import TinyModels, random_prompt, request, run_all
@@ -120,3 +121,38 @@ def test_the_torch_kernels_give_nearly_the_same_tokens(mode: int, make_engine: M
     equal = [a == b for name in native for a, b in zip(native[name], oracle[name], strict=True)]
     print(f"cache_mode {mode}: {sum(equal)} of {len(equal)} tokens are equal")
     assert sum(equal) >= 0.9 * len(equal)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cached_prefixes_and_shared_prompts_are_read_as_they_were_written(
+    mode: int, make_engine: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quantised spans are kept for a later prompt, swapped to host memory, shared and copied on write."""
+    prompts = [random_prompt(48) + random_prompt(5 + i, seed=i) for i in range(3)]
+    requests = [request(f"r{i}", prompt, 20, **SAMPLED) for i, prompt in enumerate(prompts)]
+    samples = request("s", random_prompt(37), 20, num_return_sequences=3, **SAMPLED)
+    items = [*requests, samples, request("fills the pool", random_prompt(190), 20, **SAMPLED)]
+    plain = make_engine("qwen3", span_size=16, cache_mode=mode)
+    expected = [run_all(plain, [item]).tokens for item in items]
+    one_span = 2 * plain.facts.num_layers * plain.facts.span_bytes
+    cached = make_engine(
+        "qwen3",
+        span_size=16,
+        cache_mode=mode,
+        kv_bytes=14 * one_span,
+        enable_prefix_cache=True,
+        prefix_cache_ttl_s=60.0,
+        prefix_host_bytes=40 * one_span,
+    )
+    restored: list[int] = []
+    load = SpanStore.load
+
+    def counted(store: SpanStore, slot: int, span: int) -> None:
+        restored.append(span)
+        load(store, slot, span)
+
+    monkeypatch.setattr(SpanStore, "load", counted)
+    for _ in range(2):
+        assert [run_all(cached, [item]).tokens for item in items] == expected
+    assert cached.stat().prefix_cache_hit_token >= 4 * 48
+    assert restored, "nothing came back from host memory"
