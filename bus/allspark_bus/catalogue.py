@@ -13,9 +13,6 @@ from allspark_bus.store import Arg, Store
 
 PUT = Script.load("put_model")
 
-#: Owner of the models that the operator loads: no client's ShutdownService releases them.
-OPERATOR = "operator"
-
 
 class ModelState(StrEnum):
     """Desired state of a model; the first four are what workers report having reached."""

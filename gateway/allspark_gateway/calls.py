@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from allspark_bus.broker_client import BrokerClient, raise_for
+from allspark_bus.errors import ParamError
 from allspark_bus.ledger import now_ms
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
@@ -82,10 +83,19 @@ class FleetCalls:
         async def handle(request: Message, context: Context) -> pb.AsStatus:
             envelope = self._envelope(call, request)
             envelope.may_shutdown = self._may_shutdown
+            if call == "build_model":
+                envelope.tenant = self._owner(context)
             await self._call(envelope, self._model_timeout_s, context)
             return pb.AsStatus()
 
         return handle
+
+    def _owner(self, context: Context) -> str:
+        """Whose the model will be."""
+        owner = answers.of_request(context, metadata.OWNER)
+        if owner not in (None, metadata.OPERATOR):
+            raise ParamError(f"metadata {metadata.OWNER} is {owner[:40]!r}; its only value is operator")
+        return owner or self._tenant
 
     def _request_handler(self, call: str) -> Handler:
         async def handle(request: pb.StopRequestRequest, context: Context) -> pb.StartRequestResponse:

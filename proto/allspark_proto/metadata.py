@@ -17,6 +17,13 @@ DEADLINE_MS = "allspark-deadline-ms"
 #: Request metadata of StartRequest: -100..100, higher is served first.
 PRIORITY = "allspark-priority"
 
+#: Request metadata of BuildModelFromConfigStruct: "operator" makes the model the operator's, not the
+#: caller's, so that no client's ShutdownService releases it (ReleaseModel does).
+OWNER = "allspark-owner"
+
+#: The only value of OWNER.
+OPERATOR = "operator"
+
 #: Trailing metadata of every call that failed: the AS_STATUS in decimal, also where the answer has no field
 #: for it.
 STATUS = "allspark-status"

@@ -207,3 +207,21 @@ def test_a_request_of_an_unloaded_model_runs_after_reload(client: Client) -> Non
         assert len(client.attach(model.name, model.live).result()) == 3
     finally:
         model.end()
+
+
+def test_shutdown_service_of_a_client_leaves_the_models_of_the_operator(scripted_fleet: Fleet) -> None:
+    """Model "m" was loaded as `allspark up` loads models; the client on TCP owns only what it built."""
+    with Client(scripted_fleet.addresses[0]) as client:
+        model = Model(client)
+        model.reach("running")
+        assert client.call("GetRankNums", pb.Empty())[0].rank_id == 1
+        client.build_model("m", str(scripted_fleet.options.model_roots[0] / "m.json"))
+        assert client.call("ShutdownService", pb.Empty())[0].as_status == OK
+        assert client.call("GetRankNums", pb.Empty())[0].rank_id == 0
+        assert set(states_of(scripted_fleet)) == {"m"}, "what the client built with another owner stays"
+        assert client.submit("m", [1, 2], GenerateOptions(max_new_tokens=3)).result()
+        config = pb.ModelStructConfig(model_name="x", model_path="m.json")
+        reply, trailing = client.call(
+            "BuildModelFromConfigStruct", config, metadata=[("allspark-owner", "somebody")]
+        )
+        assert (reply.as_status, "only value is operator" in trailing["allspark-reason"]) == (PARAM, True)

@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
             path, _, name = text.partition("=")
             try:
                 with activity(f"loading {name or path}"):
-                    client.build_model(name or path, path, options)
+                    client.build_model(name or path, path, options, is_operator=True)
                     client.start_model(name or path)
             except AllSparkError as error:
                 raise CommandError(f"allspark load: {text}: {error}") from error

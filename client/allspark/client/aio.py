@@ -15,6 +15,7 @@ from allspark_proto.allspark_service_pb2_grpc import AllSparkStub
 from allspark.client.calls import (
     CHANNEL_OPTIONS,
     GET_WAIT_S,
+    OPERATOR,
     Attempts,
     Progress,
     Route,
@@ -58,9 +59,15 @@ class AsyncClient:
         """A request submitted earlier, or elsewhere; reading goes on after ``received`` tokens."""
         return AsyncRequest(self, model, uuid, received)
 
-    async def build_model(self, name: str, path: str, options: ModelOptions | None = None) -> None:
-        """Load a model on the fleet's workers; returns when it is loaded."""
-        await self._status("BuildModelFromConfigStruct", (options or ModelOptions()).to_config(name, path))
+    async def build_model(
+        self, name: str, path: str, options: ModelOptions | None = None, *, is_operator: bool = False
+    ) -> None:
+        """Load a model on the fleet's workers; returns when it is loaded.
+
+        With ``is_operator`` it belongs to the fleet's operator: ShutdownService of no client releases it.
+        """
+        config = (options or ModelOptions()).to_config(name, path)
+        await self._status("BuildModelFromConfigStruct", config, OPERATOR if is_operator else ())
 
     async def start_model(self, name: str) -> None:
         """Start serving a built model."""
@@ -138,8 +145,8 @@ class AsyncClient:
         reply = await call
         return reply, trailing_texts(await call.trailing_metadata())
 
-    async def _status(self, name: str, message: object) -> None:
-        reply, trailing = await self.call(name, message, timeout_s=self._model_timeout_s)
+    async def _status(self, name: str, message: object, metadata: Sequence[tuple[str, str]] = ()) -> None:
+        reply, trailing = await self.call(name, message, timeout_s=self._model_timeout_s, metadata=metadata)
         check_status(name, reply.as_status, trailing)
 
     def _stub(self, address: str) -> object:

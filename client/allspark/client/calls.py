@@ -22,6 +22,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 #: One Get waits at most this long; then the next address is asked, so that a frozen gateway is left behind.
 GET_WAIT_S = 20.0
+#: Request metadata of a Build whose model is to be the operator's.
+OPERATOR = ((metadata.OWNER, metadata.OPERATOR),)
 
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 1.0

@@ -14,6 +14,7 @@ from allspark_proto.allspark_service_pb2_grpc import AllSparkStub
 from allspark.client.calls import (
     CHANNEL_OPTIONS,
     GET_WAIT_S,
+    OPERATOR,
     Attempts,
     Progress,
     Route,
@@ -67,9 +68,15 @@ class Client:
         """A request submitted earlier, or elsewhere; reading goes on after ``received`` tokens."""
         return Request(self, model, uuid, received)
 
-    def build_model(self, name: str, path: str, options: ModelOptions | None = None) -> None:
-        """Load a model on the fleet's workers; returns when it is loaded."""
-        self._status("BuildModelFromConfigStruct", (options or ModelOptions()).to_config(name, path))
+    def build_model(
+        self, name: str, path: str, options: ModelOptions | None = None, *, is_operator: bool = False
+    ) -> None:
+        """Load a model on the fleet's workers; returns when it is loaded.
+
+        With ``is_operator`` it belongs to the fleet's operator: ShutdownService of no client releases it.
+        """
+        config = (options or ModelOptions()).to_config(name, path)
+        self._status("BuildModelFromConfigStruct", config, OPERATOR if is_operator else ())
 
     def start_model(self, name: str) -> None:
         """Start serving a built model."""
@@ -148,8 +155,8 @@ class Client:
         reply, call = method.with_call(message, timeout=timeout_s, metadata=tuple(metadata))
         return reply, trailing_texts(call.trailing_metadata())
 
-    def _status(self, name: str, message: object) -> None:
-        reply, trailing = self.call(name, message, timeout_s=self._model_timeout_s)
+    def _status(self, name: str, message: object, metadata: Sequence[tuple[str, str]] = ()) -> None:
+        reply, trailing = self.call(name, message, timeout_s=self._model_timeout_s, metadata=metadata)
         check_status(name, reply.as_status, trailing)
 
     def _stub(self, address: str) -> AllSparkStub:

@@ -99,12 +99,12 @@ class Fleet:
         """
         with Client(self.addresses) as client:
             try:
-                client.build_model(name, str(path), options)
+                client.build_model(name, str(path), options, is_operator=True)
             except StatusError as error:
                 if error.status != pb.ALLSPARK_INVALID_CALL_ERROR:
                     raise
                 _drain_model(client, name)
-                client.build_model(name, str(path), options)
+                client.build_model(name, str(path), options, is_operator=True)
             client.start_model(name)
 
     def problem(self) -> str:
