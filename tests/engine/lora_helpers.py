@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_helpers import TinyModels
+from allspark_workers.engine.engine import Engine
+from allspark_workers.engine.types import EngineRequest
+from engine_helpers import Collected, TinyModels
 from peft import LoraConfig, PeftModel, get_peft_model
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -52,3 +54,15 @@ def merged(tiny: TinyModels, variant: str, directory: Path) -> Any:
     """The transformers model with the adapter merged into its weights by peft."""
     model = PeftModel.from_pretrained(copy.deepcopy(tiny.reference(variant)), directory)
     return model.merge_and_unload().eval()
+
+
+def run_until_idle(engine: Engine, requests: list[EngineRequest]) -> Collected:
+    """As `run_all`, but waits for adapters that are being loaded."""
+    collected = Collected()
+    for item in requests:
+        engine.submit(item)
+    while len(collected.ends) < len(requests):
+        assert engine.wait_for_work(20.0), "nothing to do, but requests are open"
+        collected.add(engine.step())
+    engine.check()
+    return collected

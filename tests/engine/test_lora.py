@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from allspark_workers.engine.engine import Engine
-from allspark_workers.engine.types import EngineRequest, Task
-from engine_helpers import Collected, TinyModels, random_prompt, request
-from lora_helpers import ADAPTERS, merged, write_adapter
+from allspark_workers.engine.types import Task
+from engine_helpers import TinyModels, random_prompt, request
+from lora_helpers import ADAPTERS, merged, run_until_idle, write_adapter
 
 Maker = Callable[..., Engine]
 # Families whose checkpoints hold fused matrices, or q and k in another order of rows.
@@ -20,6 +20,9 @@ FUSED = {
     "phi3": ["qkv_proj", "gate_up_proj", "o_proj"],
     "glm": ["q_proj", "k_proj", "v_proj", "down_proj"],
     "glm4": "all-linear",
+    "gemma2": "all-linear",
+    "qwen2-moe": "all-linear",
+    "qwen3-moe": ["q_proj", "o_proj"],
 }
 PROMPTS = {n: random_prompt(n, seed=9) for n in (1, 33, 70)}
 
@@ -42,25 +45,13 @@ def record_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     sampler = engine._runner._sampler
     original = sampler.sample
 
-    def sample(ops: Any, logits: torch.Tensor, sequences: list[Any], *more: Any) -> list[int]:
+    def sample(ops: Any, logits: torch.Tensor, sequences: list[Any], *masks: Any) -> list[int]:
         for sequence, row in zip(sequences, logits, strict=True):
             seen.setdefault(sequence.request_id, []).append(row.clone())
-        return original(ops, logits, sequences, *more)
+        return original(ops, logits, sequences, *masks)
 
     monkeypatch.setattr(sampler, "sample", sample)
     return seen
-
-
-def run_until_idle(engine: Engine, requests: list[EngineRequest]) -> Any:
-    """As `run_all`, but waits for adapters that are being loaded."""
-    collected = Collected()
-    for item in requests:
-        engine.submit(item)
-    while len(collected.ends) < len(requests):
-        assert engine.wait_for_work(20.0), "nothing to do, but requests are open"
-        collected.add(engine.step())
-    engine.check()
-    return collected
 
 
 @torch.inference_mode()

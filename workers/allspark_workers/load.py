@@ -7,7 +7,6 @@ import weakref
 import torch
 
 from allspark_workers.engine.engine import Engine
-from allspark_workers.engine.errors import UnsupportedModelError
 from allspark_workers.engine.memory import give_back
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.loader import architecture_of, load_model
@@ -33,8 +32,6 @@ def load_engine(config: ModelConfig, progress: Progress) -> EnginePort:
 
 def load_parallel(config: ModelConfig, progress: Progress) -> Engine:
     """Rank 0's engine of a model on several devices; the other ranks end when the engine is dropped."""
-    if config.lora_names:
-        raise UnsupportedModelError("a model on several devices takes no adapters; leave lora_names empty")
     Shard(0, len(config.devices)).architecture(architecture_of(config))  # before processes are started
     leader = Leader(config, _leave)
     try:

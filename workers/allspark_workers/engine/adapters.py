@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from allspark_kernels import NO_ADAPTER, LoraTable, LoraWeights
@@ -33,6 +34,22 @@ logger = logging.getLogger(__name__)
 #: How long requests for adapters that are in memory may overtake one that waits for a place. Without a limit,
 #: steady traffic for some adapters would keep every other one out for ever.
 PATIENCE_S = 1.0
+
+
+class AdapterGroup(Protocol):
+    """The other ranks: each reads its own part of an adapter when told to, and keeps the same slots."""
+
+    def prepare_adapter(self, name: str) -> None:
+        """They begin to read."""
+
+    def drop_adapter(self, name: str) -> None:
+        """What they read is not needed."""
+
+    def install_adapter(self, name: str, slot: int, digest: str) -> None:
+        """What they read goes into a slot before the next step."""
+
+    def clear_adapter(self, slot: int) -> None:
+        """The slot is empty from the next step on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,14 +81,21 @@ class AdapterPool:
     """
 
     def __init__(
-        self, model: Model, config: ModelConfig, wake: Callable[[], None], clock: Callable[[], float]
+        self,
+        model: Model,
+        config: ModelConfig,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+        group: AdapterGroup | None = None,
     ) -> None:
+        """`group`: the other ranks of a model on several devices; `model` is this rank's part."""
+        self._group = group
         self._device, self._dtype = model.device, model.dtype
         self._roots = [Path(root) for root in config.lora_roots]
         self._max_num, self._max_rank = config.lora_max_num, config.lora_max_rank
         self._wake = wake
         self._clock = clock
-        self._sites = [site for site, _ in adapter_sites(model.decoder)]
+        self._sites = [site for site, _ in adapter_sites(model.decoder, model.whole, model.shard)]
         self.table: LoraTable | None = None
         if self._max_num:
             shapes = [(site.in_features, site.widths) for site in self._sites]
@@ -109,6 +133,8 @@ class AdapterPool:
                 "(--lora-max-num of the workers)"
             )
         for slot, name in enumerate(wanted):
+            if self._group is not None:
+                self._group.prepare_adapter(name)
             weights = self._load(name)
             self._resident[name] = entry = _Resident(name, slot, None)
             self._install(entry, weights)
@@ -173,6 +199,16 @@ class AdapterPool:
         for entry in self._resident.values():
             entry.leases.clear()
 
+    def drop(self) -> None:
+        """Give the memory of all adapters back; only while no request is there."""
+        if self._tenancies:
+            raise RuntimeError("adapters are dropped while requests hold them")
+        for entry in self._resident.values():
+            if self.table is not None:
+                self.table.clear(entry.slot)
+        self._resident.clear()  # what is being loaded at this moment is not waited for
+        self._num_loading = 0
+
     def advance(self) -> list[tuple[Sequence, EngineError]]:
         """Take over what was loaded, give out leases; the sequences whose adapter cannot be had, and why."""
         if self._is_settled and not self._num_loading:
@@ -196,6 +232,8 @@ class AdapterPool:
             for lease in entry.leases:
                 self._failed += [(sequence, reason) for sequence in self._tenancies[lease].sequences]
             del self._resident[entry.name]
+            if self._group is not None:
+                self._group.drop_adapter(entry.name)
             return
         for lease in entry.leases:
             lease.enter_into_force(entry.slot, entry.digest)
@@ -203,6 +241,8 @@ class AdapterPool:
     def _install(self, entry: _Resident, weights: AdapterWeights) -> None:
         assert self.table is not None
         self.table.put(entry.slot, weights.sites)
+        if self._group is not None:
+            self._group.install_adapter(entry.name, entry.slot, weights.digest)
         entry.digest, entry.nbytes = weights.digest, weights.nbytes
 
     def _grant_waiting(self) -> None:
@@ -232,6 +272,9 @@ class AdapterPool:
         slot = min(slots)
         if self.table is not None:
             self.table.clear(slot)
+        if self._group is not None:
+            self._group.clear_adapter(slot)
+            self._group.prepare_adapter(name)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         loading = self._executor.submit(self._load, name)

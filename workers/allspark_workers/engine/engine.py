@@ -77,7 +77,7 @@ class Engine:
         self._inbox = Inbox()
         self._profiler = Profiler()
         self._counters = Counters()
-        self._adapters = AdapterPool(model, config, self._inbox.wake, clock)
+        self._adapters = AdapterPool(model, config, self._inbox.wake, clock, leader)
         self._adapters.preload(config.lora_names)
         self._scheduler = self._new_scheduler()
         self._runner: Runner | None = None
@@ -136,6 +136,8 @@ class Engine:
     def unload(self, threshold: int) -> None:
         """Move weight tensors of more than `threshold` bytes out of device memory; not while started.
 
+        Adapters are dropped, and loaded again at their next use.
+
         Raises EngineError, and then nothing has moved: UnsupportedModelError for a model of several ranks.
         """
         if self._runner is not None or self._swapped is not None:
@@ -143,6 +145,7 @@ class Engine:
         if self._leader is not None:
             raise UnsupportedModelError("the weights lie in several processes")
         model = self._model
+        self._adapters.drop()
         self._swapped = swap_out(model.decoder, model.device, threshold)
         withdraw(self)
         give_back(model.device)

@@ -94,10 +94,10 @@ class Runner:
         batch = build_batch(rows, self._scheduler.span_table, self._scheduler.span_size)
         batch = replace(batch, last=np.arange(batch.tokens.shape[1]))
         ops = self._timed if is_profiled else DIRECT
-        ops = self._with_adapters(ops, rows, batch) or ops
-        given = given_embeddings(rows)
+        given, slots = given_embeddings(rows), self._adapter_slots(rows)
+        ops = self._with_adapters(ops, slots, batch) or ops
         if self._leader is not None:
-            self._leader.infer(batch, given)
+            self._leader.infer(batch, given, slots)
         decoder, step = self._model.decoder, self._step(batch, is_profiled)
         residual = replace_embeddings(decoder.embed(ops, step.ids), given)
         hidden = decoder.hidden(ops, residual, step, self._cache)
@@ -108,11 +108,11 @@ class Runner:
     def _run(self, rows: list[Row], is_profiled: bool) -> list[Result]:
         with self._profiler.measure("reshape", "BuildBatch", is_profiled):
             batch = build_batch(rows, self._scheduler.span_table, self._scheduler.span_size)
-        given = given_embeddings(rows)
+        given, slots = given_embeddings(rows), self._adapter_slots(rows)
         if self._leader is not None:
-            self._leader.step(batch, given)
+            self._leader.step(batch, given, slots)
         ops = self._timed if is_profiled else DIRECT
-        adapted = self._with_adapters(ops, rows, batch)
+        adapted = self._with_adapters(ops, slots, batch)
         sequences = [row.sequence for row in rows if row.samples]
         self._masks.begin(sequences)  # while the model computes
         if adapted is None and self._graphs is not None and not is_profiled and batch.is_decode:
@@ -125,15 +125,20 @@ class Runner:
             return []
         return self._select(ops, logits.float(), sequences)
 
-    def _with_adapters(self, ops: KernelOps, rows: list[Row], batch: RaggedBatch) -> KernelOps | None:
+    def _adapter_slots(self, rows: list[Row]) -> list[int]:
+        """The slot of each row's adapter; empty if no row has one."""
+        leases = [row.sequence.request.adapter for row in rows]
+        if not any(leases):
+            return []
+        return [NO_ADAPTER if lease is None else lease.slot for lease in leases]
+
+    def _with_adapters(self, ops: KernelOps, slots: list[int], batch: RaggedBatch) -> KernelOps | None:
         """The operations with the rows' adapters; None if there are none.
 
         Captured steps know no adapters: a batch with one runs call by call, with the same bits.
         """
-        leases = [row.sequence.request.adapter for row in rows]
-        if self._adapted is None or not any(leases):
+        if self._adapted is None or not slots:
             return None
-        slots = [NO_ADAPTER if lease is None else lease.slot for lease in leases]
         return self._adapted.ops(ops, slots, batch.q_lens, batch.last)
 
     def _select(self, ops: KernelOps, logits: torch.Tensor, sequences: list[Sequence]) -> list[Result]:

@@ -44,6 +44,8 @@ class Model:
     max_length: int
     weight_bytes: int
     digest: str
+    shard: Shard | None = None
+    whole: Architecture | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -88,7 +90,7 @@ def load_model(
             ) from error
     report(1.0, "weights loaded")
     digest = hashlib.sha256(f"{whole!r} {digest_files(paths)}".encode()).hexdigest()
-    return Model(decoder, arch, device, dtype, max_length, weight_bytes, digest)
+    return Model(decoder, arch, device, dtype, max_length, weight_bytes, digest, shard, whole)
 
 
 def architecture_of(config: ModelConfig) -> Architecture:

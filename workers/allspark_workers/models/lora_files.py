@@ -19,7 +19,7 @@ from allspark_workers.engine.errors import (
     UnsupportedModelError,
 )
 from allspark_workers.models.lora_config import ALL_LINEAR, CONFIG_FILE, read_lora_config
-from allspark_workers.models.lora_sites import AdapterSite
+from allspark_workers.models.lora_sites import AdapterMatrix, AdapterSite
 
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 _PICKLE_FILE: Final = "adapter_model.bin"
@@ -107,23 +107,23 @@ class AdapterReader:
                 raise UnsupportedModelError(f"adapter {name} adapts {module}, which is not supported")
         expected: dict[str, tuple[int, int]] = {}
         for site in self._sites:
-            for module, width in zip(site.modules, site.widths, strict=True):
-                if config.covers(module):
-                    expected |= self._shapes(module, width, site.in_features, max_rank)
+            for matrix in site.matrices:
+                if config.covers(matrix.module):
+                    expected |= self._shapes(matrix, max_rank)
         if not expected:
             raise UnsupportedModelError(
                 f"adapter {name}: target_modules {config.targets!r} names no linear layer of this model"
             )
         self._check_header(expected)
 
-    def _shapes(self, module: str, width: int, columns: int, max_rank: int) -> dict[str, tuple[int, int]]:
-        rank = self._config.rank_of(module)
+    def _shapes(self, matrix: AdapterMatrix, max_rank: int) -> dict[str, tuple[int, int]]:
+        module, rank = matrix.module, self._config.rank_of(matrix.module)
         if rank > max_rank:
             raise AdapterLimitError(
                 f"adapter {self._directory.name} has rank {rank} at {module}, the limit is {max_rank} "
                 "(--lora-max-rank of the workers)"
             )
-        return {module + _DOWN: (rank, columns), module + _UP: (width, rank)}
+        return {module + _DOWN: (rank, matrix.columns), module + _UP: (matrix.rows, rank)}
 
     def _check_header(self, expected: dict[str, tuple[int, int]]) -> None:
         path = self._directory / WEIGHTS_FILE
@@ -147,13 +147,14 @@ class AdapterReader:
     def _site(self, site: AdapterSite, dtype: torch.dtype, device: torch.device) -> LoraWeights | None:
         downs: list[torch.Tensor] = []
         ups: list[torch.Tensor] = []
-        for module, width, order in zip(site.modules, site.widths, site.orders, strict=True):
+        for matrix in site.matrices:
+            module = matrix.module
             if not self._config.covers(module):
-                ups.append(torch.zeros((0, width), dtype=dtype, device=device))
+                ups.append(torch.zeros((0, matrix.width), dtype=dtype, device=device))
                 continue
-            downs.append(self._tensor(module + _DOWN, dtype))
+            downs.append(self._tensor(module + _DOWN, dtype)[:, matrix.own_columns])
             up = self._tensor(module + _UP, torch.float32) * self._config.scale_of(module)
-            up = up if order is None else up[order]
+            up = up if matrix.taken is None else up[matrix.taken]
             ups.append(self._finite(module, up.to(dtype)).T.contiguous().to(device))
         if not downs:
             return None

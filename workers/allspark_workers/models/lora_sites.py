@@ -1,4 +1,4 @@
-"""Which matrices of a decoder adapters can reach, and how the model packs them."""
+"""Which matrices of a decoder adapters can reach, how the model packs them, and which part a rank holds."""
 
 from __future__ import annotations
 
@@ -7,64 +7,110 @@ from dataclasses import dataclass
 import torch
 from allspark_kernels import PackedLinear
 
-from allspark_workers.models.decoder import Decoder, DenseMlp
+from allspark_workers.models.architecture import Architecture
+from allspark_workers.models.decoder import Decoder, DenseMlp, Layer
 from allspark_workers.models.families import FAMILIES
 from allspark_workers.models.rope import half_split_rows
+from allspark_workers.models.shards import Shard, matrix_part
 
-# Packed layer, modules, their widths, the order of their rows.
-_Pack = tuple[PackedLinear, tuple[str, ...], tuple[int, ...], torch.Tensor | None]
+# A matrix's name inside its layer, rows and columns; a packed layer and the matrices that it stacks.
+_Shape = tuple[str, int, int]
+_Pack = tuple[PackedLinear, list[_Shape]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterMatrix:
+    """One matrix [rows, columns] of the checkpoint that an adapter may name.
+
+    `width`: how many of its rows are in the packed layer; `taken` [width] int64: which, in the packed order
+    (None: all, as they are). `columns`: those that meet the packed layer's input.
+    """
+
+    module: str
+    rows: int
+    columns: int
+    width: int
+    taken: torch.Tensor | None
+    own_columns: slice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterSite:
-    """One packed layer: `modules` are the names of the matrices whose outputs it stacks, `widths` their rows.
+    """One packed layer [sum of widths, in_features] and the matrices whose outputs it stacks.
 
-    `orders`: per module the index [width] int64 that brings its rows into the packed order, None: as they
-    are. A site does not hold the layer itself: adapters must not keep weights in memory that the model has
-    given up.
+    It does not hold the layer itself: adapters must not keep weights in memory that the model has given up.
     """
 
-    modules: tuple[str, ...]
-    widths: tuple[int, ...]
+    matrices: tuple[AdapterMatrix, ...]
     in_features: int
-    orders: tuple[torch.Tensor | None, ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Rows of each matrix in the packed layer."""
+        return tuple(matrix.width for matrix in self.matrices)
 
 
-def adapter_sites(decoder: Decoder) -> list[tuple[AdapterSite, PackedLinear]]:
-    """The sites of all layers and the packed layers they stand for, in a fixed order."""
-    arch, names = decoder.arch, FAMILIES[decoder.arch.family].names
-    heads, kv_heads = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    wide, hidden = arch.intermediate_size, arch.hidden_size
-    order = half_split_rows(arch, torch.arange(heads + 2 * kv_heads)) if arch.is_rope_interleaved else None
-    qkv = tuple(f"self_attn.{name}" for name in names.qkv)
-    gate_up = tuple(f"mlp.{name}" for name in names.gate_up)
+def adapter_sites(
+    decoder: Decoder, whole: Architecture | None = None, shard: Shard | None = None
+) -> list[tuple[AdapterSite, PackedLinear]]:
+    """The sites of all layers and the packed layers they stand for, in a fixed order.
+
+    `whole`, `shard`: the decoder is that rank's part of a model of this architecture.
+    """
+    arch, part = whole or decoder.arch, shard or Shard(0, 1)
     sites = []
     for index, layer in enumerate(decoder.layers):
-        packs: list[_Pack] = [
-            (layer.qkv, qkv, _split([heads, kv_heads, kv_heads], qkv), order),
-            (layer.output, ("self_attn.o_proj",), (hidden,), None),
-        ]
-        if isinstance(layer.mlp, DenseMlp):  # adapters of single experts are not served
-            packs += [
-                (layer.mlp.gate_up, gate_up, _split([wide, wide], gate_up), None),
-                (layer.mlp.down, ("mlp.down_proj",), (hidden,), None),
-            ]
-        for packed, modules, widths, rows in packs:
-            full = tuple(f"model.layers.{index}.{name}" for name in modules)
-            sites.append((AdapterSite(full, widths, packed.in_features, _orders(rows, widths)), packed))
+        packs = _attention(layer, arch)
+        if isinstance(layer.mlp, DenseMlp):
+            packs += _dense(layer.mlp, "mlp.", arch, arch.intermediate_size)
+        elif arch.moe is not None and layer.mlp.shared is not None and layer.mlp.shared_gate is not None:
+            # Single experts are stored as one tensor for all, which no adapter names.
+            packs += _dense(layer.mlp.shared, "mlp.shared_expert.", arch, arch.moe.shared_size)
+            packs.append((layer.mlp.shared_gate, [("mlp.shared_expert_gate", 1, arch.hidden_size)]))
+        for packed, shapes in packs:
+            found = [_matrix(f"model.layers.{index}.", shape, arch, part) for shape in shapes]
+            if packed is layer.qkv and arch.is_rope_interleaved:
+                found = _half_split(decoder.arch, found)
+            sites.append((AdapterSite(tuple(found), packed.in_features), packed))
     return sites
 
 
-def _split(rows: list[int], modules: tuple[str, ...]) -> tuple[int, ...]:
-    """One width per module; a checkpoint that stores one matrix for all has all its rows there."""
-    return tuple(rows) if len(modules) > 1 else (sum(rows),)
+def _attention(layer: Layer, arch: Architecture) -> list[_Pack]:
+    heads, kv_heads = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    names, hidden = FAMILIES[arch.family].names, arch.hidden_size
+    qkv = _shapes("self_attn.", names.qkv, [heads, kv_heads, kv_heads], hidden)
+    return [(layer.qkv, qkv), (layer.output, [("self_attn.o_proj", hidden, heads)])]
 
 
-def _orders(rows: torch.Tensor | None, widths: tuple[int, ...]) -> tuple[torch.Tensor | None, ...]:
-    """The packed order cut to the modules: rows only move within the heads of one of them."""
-    if rows is None:
-        return (None,) * len(widths)
+def _dense(mlp: DenseMlp, prefix: str, arch: Architecture, width: int) -> list[_Pack]:
+    names, hidden = FAMILIES[arch.family].names, arch.hidden_size
+    gate_up = _shapes(prefix, names.gate_up, [width, width], hidden)
+    return [(mlp.gate_up, gate_up), (mlp.down, [(f"{prefix}down_proj", hidden, width)])]
+
+
+def _shapes(prefix: str, names: tuple[str, ...], rows: list[int], columns: int) -> list[_Shape]:
+    """One matrix per name; a checkpoint that stores one for all has all its rows there."""
+    counts = rows if len(names) > 1 else [sum(rows)]
+    return [(prefix + name, count, columns) for name, count in zip(names, counts, strict=True)]
+
+
+def _matrix(prefix: str, shape: _Shape, arch: Architecture, shard: Shard) -> AdapterMatrix:
+    name, rows, columns = shape
+    taken, own_columns = matrix_part(name.rpartition(".")[2], (rows, columns), arch, shard)
+    width = rows if taken is None else len(taken)
+    return AdapterMatrix(prefix + name, rows, columns, width, taken, own_columns)
+
+
+def _half_split(arch: Architecture, matrices: list[AdapterMatrix]) -> list[AdapterMatrix]:
+    """The order of q, k, v after the loader has reordered them; rows move within a head of one of them."""
+    widths = [matrix.width for matrix in matrices]
+    order = half_split_rows(arch, torch.arange(sum(widths)))
     starts = torch.tensor([0, *widths[:-1]]).cumsum(0)
-    return tuple(
-        part - start for part, start in zip(rows.split_with_sizes(list(widths)), starts, strict=True)
-    )
+    found = []
+    for matrix, rows, start in zip(matrices, order.split_with_sizes(widths), starts, strict=True):
+        own = torch.arange(matrix.rows) if matrix.taken is None else matrix.taken
+        taken = own[rows - start]
+        found.append(
+            AdapterMatrix(matrix.module, matrix.rows, matrix.columns, matrix.width, taken, matrix.own_columns)
+        )
+    return found

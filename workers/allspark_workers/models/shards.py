@@ -140,3 +140,39 @@ class ShardedSource:
 
 def _scaled(heads: slice, dim: int) -> slice:
     return slice(heads.start * dim, heads.stop * dim)
+
+
+def matrix_part(
+    kind: str, shape: tuple[int, int], arch: Architecture, shard: Shard
+) -> tuple[torch.Tensor | None, slice]:
+    """What a rank holds of a matrix [rows, columns]: the index of its rows (None: all), and its columns.
+
+    `kind`: last part of the matrix's name; `arch` is the whole model's. The same cut as ShardedSource's.
+    """
+    everything = slice(None)
+    if shard.size == 1:
+        return None, everything
+    heads, kv_heads = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    q = _scaled(shard.part(arch.num_heads), arch.head_dim)
+    kv = _scaled(shard.kv_heads(arch.num_kv_heads), arch.head_dim)
+    rows, columns = shape
+    index = torch.arange(rows)
+    match kind:
+        case "q_proj":
+            return index[q], everything
+        case "k_proj" | "v_proj":
+            return index[kv], everything
+        case "qkv_proj":
+            parts = index.split_with_sizes([heads, kv_heads, kv_heads])
+            return torch.cat((parts[0][q], parts[1][kv], parts[2][kv])), everything
+        case "gate_proj" | "up_proj":
+            return index[shard.part(rows)], everything
+        case "gate_up_proj":
+            return torch.cat([part[shard.part(rows // 2)] for part in index.chunk(2)]), everything
+        case "o_proj":
+            return None, q
+        case "down_proj":
+            return None, shard.part(columns)
+        case "shared_expert_gate":
+            return None, everything
+    raise UnsupportedModelError(f"adapters of {kind} run on one device only")

@@ -24,9 +24,9 @@ from allspark_workers.engine.threads import apply_threads
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.decoder import KVCache
 from allspark_workers.models.loader import Model, load_model
-from allspark_workers.models.ops import DIRECT
 from allspark_workers.models.shards import Shard
 from allspark_workers.parallel import messages
+from allspark_workers.parallel.adapters import FollowedAdapters
 from allspark_workers.parallel.group import Group, join_store
 
 
@@ -37,6 +37,7 @@ class Follower:
         self._config = config
         self._model = model
         self._cache: KVCache | None = None
+        self._adapters = FollowedAdapters(config, model)
 
     def obey(self, message: dict[str, Any]) -> bool:
         """Do what rank 0 says; whether it wants an answer."""
@@ -46,6 +47,8 @@ class Follower:
             return True
         if "free" in message:
             self._cache = None
+            return False
+        if self._adapters.obey(message):
             return False
         if self._cache is None:
             raise RuntimeError("a step before the KV cache was allocated")
@@ -62,9 +65,10 @@ class Follower:
         batch = messages.unpack_batch(message["infer" if is_inference else "step"])
         step = step_tensors(self._model, self._config.span_tokens, batch)
         given = messages.unpack_given(message["given"])
-        residual = replace_embeddings(decoder.embed(DIRECT, step.ids), given)
-        hidden = decoder.hidden(DIRECT, residual, step, cache)
-        decoder.logits(DIRECT, last_of_rows(hidden, batch) if is_inference else hidden)
+        ops = self._adapters.ops(batch, message["adapters"])
+        residual = replace_embeddings(decoder.embed(ops, step.ids), given)
+        hidden = decoder.hidden(ops, residual, step, cache)
+        decoder.logits(ops, last_of_rows(hidden, batch) if is_inference else hidden)
 
 
 def serve(shard: Shard, port: int, requests: BinaryIO, answers: BinaryIO) -> None:

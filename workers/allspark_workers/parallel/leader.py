@@ -79,13 +79,34 @@ class Leader:
         """Every other rank frees its KV cache."""
         self._tell({"free": True})
 
-    def step(self, batch: RaggedBatch, given: GivenEmbeddings) -> None:
-        """Every other rank computes this step up to its part of the logits."""
-        self._tell({"step": messages.pack_batch(batch), "given": messages.pack_given(given)})
+    def step(self, batch: RaggedBatch, given: GivenEmbeddings, adapters: list[int]) -> None:
+        """Every other rank computes this step up to its part of the logits.
 
-    def infer(self, batch: RaggedBatch, given: GivenEmbeddings) -> None:
+        `adapters`: the slot of each row, empty if no row has an adapter.
+        """
+        packed = messages.pack_batch(batch)
+        self._tell({"step": packed, "given": messages.pack_given(given), "adapters": adapters})
+
+    def infer(self, batch: RaggedBatch, given: GivenEmbeddings, adapters: list[int]) -> None:
         """Every other rank computes this step of ModelInference."""
-        self._tell({"infer": messages.pack_batch(batch), "given": messages.pack_given(given)})
+        packed = messages.pack_batch(batch)
+        self._tell({"infer": packed, "given": messages.pack_given(given), "adapters": adapters})
+
+    def prepare_adapter(self, name: str) -> None:
+        """Every other rank begins to read its part of an adapter."""
+        self._tell({"prepare_adapter": name})
+
+    def drop_adapter(self, name: str) -> None:
+        """Every other rank forgets what it has read: it is not needed."""
+        self._tell({"drop_adapter": name})
+
+    def install_adapter(self, name: str, slot: int, digest: str) -> None:
+        """Every other rank puts what it has read into a slot before the next step."""
+        self._tell({"install_adapter": [name, slot, digest]})
+
+    def clear_adapter(self, slot: int) -> None:
+        """Every other rank empties a slot."""
+        self._tell({"clear_adapter": slot})
 
     def copy_spans(self, copies: Mapping[int, int]) -> None:
         """Every other rank gives each span (key) the content of another one (value)."""
@@ -154,6 +175,5 @@ def rank_config(config: ModelConfig, rank: int) -> ModelConfig:
         devices=(),
         num_threads=max(1, threads // size),
         kv_bytes=config.kv_bytes // (size if config.devices[rank] == "cpu" else 1),
-        lora_max_num=0,
         prefix_host_bytes=0,  # spans of the other ranks are not kept on the host
     )
