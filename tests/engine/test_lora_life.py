@@ -394,3 +394,18 @@ def test_limits_on_the_number(folder: Path, make_engine: Maker) -> None:
         engine.check_adapter("plain")
     with pytest.raises(ValueError, match="allows none"):
         engine.submit(request("r", [5], lora_name="plain"))
+
+
+def test_unloading_the_model_gives_the_memory_of_adapters_back(folder: Path, make_engine: Maker) -> None:
+    engine = make_engine(lora_roots=(str(folder),), lora_names=("plain", "stable"))
+    driver = Driver(engine)
+    driver.submit("before", "plain", 8)
+    driver.until_end("before")
+    engine.stop()
+    engine.unload(0)
+    assert engine._adapters.loaded() == [] and engine._adapters.nbytes == 0
+    engine.reload()
+    engine.start()
+    driver.submit("after", "plain", 8)
+    driver.until_end("after")
+    assert driver.got.tokens["after"] == driver.got.tokens["before"]
