@@ -125,6 +125,18 @@ def test_at_once_they_share_what_the_first_has_computed(
     assert stat.prefix_cache_hit_token + stat.prefix_cache_miss_token == sum(map(len, PROMPTS))
 
 
+@pytest.mark.parametrize(("dtype", "cache_mode"), [("bf16", 0), ("fp32", 1), ("fp32", 2)])
+def test_cached_spans_of_every_format_give_the_same_tokens(
+    dtype: str, cache_mode: int, make_engine: Maker
+) -> None:
+    options = {"dtype": dtype, "cache_mode": cache_mode, "span_size": SPAN}
+    plain = run_all(make_engine(**options), requests()[:2]).tokens
+    engine = make_engine(**(CACHED | options), prefill_chunk=30)
+    for _ in range(2):
+        assert run_all(engine, requests()[:2]).tokens == plain
+    assert engine.stat().prefix_cache_hit_token >= 2 * 64
+
+
 def test_without_a_cache_nothing_is_kept_and_nothing_counted(make_engine: Maker) -> None:
     engine = make_engine(span_size=SPAN)
     run_all(engine, requests()[:2])
@@ -273,6 +285,28 @@ def test_beam_search_begins_with_the_cached_prompt(length: int, make_engine: Mak
             got.ends[name].tensors["sequence_scores"], plain.ends["a"].tensors["sequence_scores"]
         )
     assert engine.stat().prefix_cache_hit_token >= 2 * 32
+
+
+def test_preempted_beams_do_not_mix_their_spans_with_those_of_another_request(make_engine: Maker) -> None:
+    """All beams hold spans that the first is about to compute when another request computes the same."""
+    item = request("beams", PROMPTS[0], NEW, num_beams=3)
+    plain = run_all(make_engine(span_size=SPAN), [item]).tokens["beams"]
+    engine = make_engine(**(CACHED | {"prefix_cache_ttl_s": 0.0}), prefill_chunk=48)
+    engine.submit(item)
+    collected = Collected()
+    for _ in range(6):
+        collected.add(engine.step())
+    scheduler, runner = engine._scheduler, engine._runner
+    assert runner is not None and len(scheduler.running) == 3
+    scheduler.preempt(scheduler.running[0])
+    assert scheduler.ledger.used == scheduler.ledger.num_idle == 0
+    for frames in (*runner._cache.keys, *runner._cache.values):
+        frames.fill_(float("nan"))
+    engine.submit(sampled("ahead", SHARED[:40], priority=1))
+    while engine.has_work():
+        collected.add(engine.step())
+        engine.check()
+    assert collected.tokens["beams"] == plain
 
 
 def test_a_probe_fills_the_cache(make_engine: Maker, expected: dict[str, list[int]]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from allspark_bus.prefix_keys import PrefixSalt
 from allspark_workers.engine.pages import PageLedger
+from allspark_workers.engine.prefix_cache import PrefixCache
 from allspark_workers.engine.scheduler import Row, Scheduler, StepPlan
 from allspark_workers.engine.sequence import NO_ROW, Sequence
 from allspark_workers.engine.types import EngineRequest, GenerationParams
@@ -192,16 +194,75 @@ def _request(index: int, prompt: int, new: int, priority: int) -> Sequence:
     return Sequence(request, index)
 
 
+class Memory:
+    """What is in the KV cache: for every slot, a hash of the tokens up to the one whose K and V it holds."""
+
+    num_slots = 3
+
+    def __init__(self, spans: int) -> None:
+        self.device = np.zeros((spans, SPAN), np.int64)
+        self.host = np.zeros((self.num_slots, SPAN), np.int64)
+
+    def save(self, span: int, slot: int) -> None:
+        self.host[slot] = self.device[span]
+
+    def load(self, slot: int, span: int) -> None:
+        self.device[span] = self.host[slot]
+
+    def compute(self, row: Row) -> None:
+        """Check that what the row reads is there, and write what it computes."""
+        seq, state = row.sequence, 0
+        for position in range(row.start + row.count):
+            state = hash((state, int(seq.tokens[position])))
+            where = seq.spans[position // SPAN], position % SPAN
+            if position < row.start:
+                assert self.device[where] == state, f"{seq.request_id} reads other KV at {position}"
+            else:
+                self.device[where] = state
+
+
+class Steps:
+    """A clock that counts steps."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> float:
+        return float(self.now)
+
+
 @settings(max_examples=120, deadline=None)
-@given(REQUESTS, st.integers(2, 14), st.integers(1, 5), st.integers(1, 20), st.randoms(use_true_random=False))
+@given(
+    requests=REQUESTS,
+    spans=st.integers(2, 14),
+    max_batch=st.integers(1, 5),
+    budget=st.integers(1, 20),
+    ttl_s=st.sampled_from([None, 0.0, 7.0, 1e6]),
+    is_tiered=st.booleans(),
+    random=st.randoms(use_true_random=False),
+)
 def test_every_request_ends_and_the_ledger_balances(
-    requests: list[tuple[int, int, int, int]], spans: int, max_batch: int, budget: int, random: object
+    requests: list[tuple[int, int, int, int]],
+    spans: int,
+    max_batch: int,
+    budget: int,
+    ttl_s: float | None,
+    is_tiered: bool,
+    random: object,
 ) -> None:
-    """Arrivals, holds and cancellations at random: everything ends, every token is computed in order."""
+    """Arrivals, holds and cancellations at random: everything ends, every token is computed in order.
+
+    All prompts have a common beginning, so with a prefix cache (`ttl_s`) requests share whatever they can.
+    """
+    clock, memory = Steps(), Memory(spans)
     sched = Scheduler(PageLedger(spans), SPAN, max_batch, budget, MAX_LENGTH)
+    if ttl_s is not None:
+        host = memory if is_tiered else None
+        sched.prefix = PrefixCache(sched.ledger, PrefixSalt("m", SPAN), ttl_s, clock, host)
     pending = [(at, _request(i, *rest)) for i, (*rest, at) in enumerate(requests)]
     ended: dict[str, str] = {}
     for now in range(3000):
+        clock.now = now
         for _, seq in [item for item in pending if item[0] <= now]:
             sched.add(seq)
         pending = [item for item in pending if item[0] > now]
@@ -210,7 +271,7 @@ def test_every_request_ends_and_the_ledger_balances(
         else:
             for seq in sched:
                 seq.is_held = False
-        _one_step(sched, budget, ended)
+        _one_step(sched, budget, ended, memory)
         if not pending and not len(sched):
             break
     assert len(ended) == len(requests), f"still live: {[s.request_id for s in sched]}"
@@ -227,8 +288,10 @@ def _disturb(sched: Scheduler, random: object, ended: dict[str, str]) -> None:
             ended[seq.request_id] = "stopped"
 
 
-def _one_step(sched: Scheduler, budget: int, ended: dict[str, str]) -> None:
+def _one_step(sched: Scheduler, budget: int, ended: dict[str, str], memory: Memory) -> None:
     plan = sched.schedule()
+    if sched.prefix is not None:
+        sched.prefix.load_restored()
     sched.check()
     assert sum(row.count for row in plan.rows if row.sequence.num_remaining > 1) <= budget
     assert len({row.sequence.request_id for row in plan.rows}) == len(plan.rows) <= sched.max_batch
@@ -238,6 +301,9 @@ def _one_step(sched: Scheduler, budget: int, ended: dict[str, str]) -> None:
         ended[seq.request_id] = "exhausted"
     for row in plan.rows:
         _check_row(row, sched.span_table)
+    for row in plan.rows:
+        memory.compute(row)
+    for row in plan.rows:
         sched.commit(row)
         if row.samples:
             row.sequence.append(1)
