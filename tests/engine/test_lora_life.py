@@ -302,6 +302,7 @@ BAD: tuple[tuple[Any, type[EngineError], str], ...] = (
     (lambda path: (path / "adapter_config.json").unlink(), AdapterNotFoundError, "not there"),
     (lambda path: (path / "adapter_config.json").write_text("{"), ModelIOError, "cannot be read"),
     (lambda path: (path / "adapter_config.json").write_text("[]"), ModelIOError, "JSON object"),
+    (lambda path: (path / "adapter_config.json").write_text(" " * (1 << 21)), ModelIOError, "1048576 bytes"),
     (lambda path: (path / "adapter_model.safetensors").unlink(), ModelIOError, "is missing$"),
     (rename_to_pickle, ModelIOError, "unpickled"),
     (lambda path: (path / "adapter_model.safetensors").write_bytes(b"12"), ModelIOError, "truncated"),

@@ -14,6 +14,8 @@ from allspark_workers.engine.types import EmbeddingRun, EngineRequest, ModelConf
 from allspark_workers.load import load_parallel
 from allspark_workers.models.hf_config import read_architecture
 from allspark_workers.models.loader import load_model
+from allspark_workers.models.lora_sites import adapter_sites
+from allspark_workers.models.safetensors_source import SafetensorsSource
 from allspark_workers.models.shards import Shard, ShardedSource
 from allspark_workers.parallel.leader import Leader, rank_config
 from engine_helpers import VOCAB, TinyModels, request, run_all
@@ -105,8 +107,8 @@ def test_beams_samples_states_and_given_embeddings_too(
             )
 
 
-# Ranks share the one KV head of mistral; q and k of glm lie in another order; phi3 has fused matrices.
-@pytest.mark.parametrize(("variant", "size"), [("mistral", 2), ("glm", 2), ("phi3", 2), ("qwen2-moe", 2)])
+# Ranks share the one KV head of mistral; a shared expert has a width of its own.
+@pytest.mark.parametrize(("variant", "size"), [("mistral", 2), ("qwen2-moe", 2)])
 def test_adapters_are_divided_like_the_matrices_they_belong_to(
     parallel: Callable[[ModelConfig], Engine],
     make_engine: Callable[..., Engine],
@@ -116,9 +118,8 @@ def test_adapters_are_divided_like_the_matrices_they_belong_to(
     size: int,
 ) -> None:
     """One adapter is there from the start, one takes its place, the first comes back; base beside them."""
-    fused = {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]} if variant == "phi3" else {}
     for name in ("stable", "layers"):
-        write_adapter(tiny, variant, name, tmp_path, **(fused if name == "stable" else {}))
+        write_adapter(tiny, variant, name, tmp_path)
     roots = {"lora_roots": (str(tmp_path),), "lora_max_num": 1}
     engine = parallel(config(tiny.path(variant), size, lora_names=("stable",), prefill_chunk=32, **roots))
     alone = make_engine(variant, **roots)
@@ -137,6 +138,34 @@ def test_adapters_are_divided_like_the_matrices_they_belong_to(
     assert len(run_until_idle(engine, [request("good", [5, 6], NEW)]).tokens["good"]) == NEW
     with pytest.raises(ModelIOError, match="truncated"):
         engine.check_adapter("stable")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "variant", [*("llama-biases", "mistral", "qwen2-moe", "gemma2"), *("phi3", "glm", "glm4")]
+)
+def test_adapters_know_which_rows_and_columns_a_packed_layer_holds(
+    tiny: TinyModels, variant: str, size: int
+) -> None:
+    """What a site takes of the checkpoint's matrices is, stacked, what the loader has packed."""
+    source = SafetensorsSource(tiny.path(variant))
+    for rank in range(size):
+        settings = config(tiny.path(variant), size)
+        if size == 1:
+            model = load_model(replace(settings, devices=()))
+        else:
+            model = load_model(rank_config(settings, rank), None, Shard(rank, size))
+        sites = adapter_sites(model.decoder, model.whole, model.shard)
+        for site, packed in sites:
+            parts = []
+            for matrix in site.matrices:
+                weight = source.get(f"{matrix.module}.weight")
+                assert weight.shape == (matrix.rows, matrix.columns)
+                own = weight if matrix.taken is None else weight[matrix.taken]
+                assert len(own) == matrix.width
+                parts.append(own[:, matrix.own_columns])
+            assert torch.equal(torch.cat(parts), packed.unpack()), site.matrices[0].module
+        assert len(sites) >= 2 * model.arch.num_layers
 
 
 def test_a_row_has_the_same_bits_alone_and_among_neighbours(

@@ -20,6 +20,7 @@ Number = TypeVar("Number", int, float)
 
 CONFIG_FILE: Final = "adapter_config.json"
 ALL_LINEAR: Final = "all-linear"
+_MAX_BYTES: Final = 1 << 20
 _USED: Final = frozenset(
     (
         *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
@@ -104,6 +105,8 @@ def read_lora_config(directory: Path) -> LoraConfig:
     """Raises ModelIOError (unreadable or malformed) or UnsupportedModelError (with what is not done)."""
     path = directory / CONFIG_FILE
     try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ModelIOError(f"{path} has more than {_MAX_BYTES} bytes: it is no adapter's configuration")
         fields = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ModelIOError(f"{path} cannot be read: {error}") from error
