@@ -17,9 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
 from allspark_bus.prefix_keys import PrefixSalt, span_keys
-from numpy.typing import NDArray
 
 from allspark_workers.engine.errors import LedgerError
 from allspark_workers.engine.pages import PageLedger
@@ -47,15 +45,15 @@ class Node:
 
     key: bytes
     parent: Node | None
-    tokens: NDArray[np.int64]
+    tokens: bytes  # the ids of the span, as the memory of an int64 array
     span: int | None
     slot: int | None = None
     last_used_s: float = 0.0
     children: dict[bytes, Node] = field(default_factory=dict)
 
-    def stands_for(self, parent: Node | None, tokens: NDArray[np.int64]) -> bool:
+    def stands_for(self, parent: Node | None, tokens: bytes) -> bool:
         """Whether it was computed from these tokens behind this chain: equal keys alone prove nothing."""
-        return self.parent is parent and bool(np.array_equal(self.tokens, tokens))
+        return self.parent is parent and self.tokens == tokens
 
 
 class Trail:
@@ -64,14 +62,20 @@ class Trail:
     `nodes[i]` stands for the sequence's span i while it runs. A closed trail is not extended any more.
     """
 
-    __slots__ = ("is_closed", "keys", "matched", "nodes", "version")
+    __slots__ = ("_content", "_stride", "is_closed", "keys", "matched", "nodes", "version")
 
-    def __init__(self, keys: list[bytes]) -> None:
+    def __init__(self, keys: list[bytes], content: bytes, stride: int) -> None:
         self.keys = keys
+        self._content = content
+        self._stride = stride
         self.nodes: list[Node] = []
         self.is_closed = False
         self.matched: list[Node] = []
         self.version = -1
+
+    def tokens(self, index: int) -> bytes:
+        """The ids of a span."""
+        return self._content[index * self._stride : (index + 1) * self._stride]
 
 
 class PrefixCache:
@@ -128,7 +132,7 @@ class PrefixCache:
         chain: list[Node] = []
         for index in range(self._limit(seq)):
             node = self._nodes.get(trail.keys[index])
-            if node is None or not node.stands_for(chain[-1] if chain else None, self._tokens(seq, index)):
+            if node is None or not node.stands_for(chain[-1] if chain else None, trail.tokens(index)):
                 break
             chain.append(node)
         return chain
@@ -180,7 +184,7 @@ class PrefixCache:
             index = len(trail.nodes)
             node = self._nodes.get(trail.keys[index]) if index < self._limit(seq) else None
             parent = trail.nodes[-1] if index else None
-            if node is None or node.span is None or not node.stands_for(parent, self._tokens(seq, index)):
+            if node is None or node.span is None or not node.stands_for(parent, trail.tokens(index)):
                 return
             self._switch(seq, index, node)
             trail.nodes.append(node)
@@ -201,7 +205,7 @@ class PrefixCache:
     def _add(self, seq: Sequence, trail: Trail, index: int) -> None:
         key, span = trail.keys[index], seq.spans[index]
         parent = trail.nodes[-1] if index else None
-        tokens = self._tokens(seq, index)
+        tokens = trail.tokens(index)
         node = self._nodes.get(key)
         is_orphan = parent is not None and self._nodes.get(parent.key) is not parent  # after `clear`
         if is_orphan or (node is not None and not node.stands_for(parent, tokens)):
@@ -211,7 +215,7 @@ class PrefixCache:
             trail.is_closed = True  # the others of its gang hold this one, so it cannot be exchanged
             return
         if node is None:
-            node = self._nodes[key] = Node(key, parent, tokens.copy(), span)
+            node = self._nodes[key] = Node(key, parent, tokens, span)
             if parent is not None:
                 parent.children[key] = node
             self._by_span[span] = node
@@ -324,7 +328,9 @@ class PrefixCache:
 
     def _trail(self, seq: Sequence) -> Trail:
         if seq.trail is None:
-            seq.trail = Trail(list(span_keys(self._salt_of(seq), seq.tokens[: seq.num_prompt])))
+            prompt = seq.tokens[: seq.num_prompt]
+            keys = list(span_keys(self._salt_of(seq), prompt))
+            seq.trail = Trail(keys, prompt.tobytes(), self._size * prompt.itemsize)
         return seq.trail
 
     def _salt_of(self, seq: Sequence) -> PrefixSalt:
@@ -339,9 +345,6 @@ class PrefixCache:
         if seq.is_inference:
             return 0
         return min(seq.num_prompt, seq.length - 1) // self._size
-
-    def _tokens(self, seq: Sequence, index: int) -> NDArray[np.int64]:
-        return seq.tokens[index * self._size : (index + 1) * self._size]
 
     def check(self) -> None:
         """Raise LedgerError unless nodes, spans and slots agree; call it between steps."""
