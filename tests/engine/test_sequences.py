@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.families import sequence_seed
+from allspark_workers.engine.sequence import NO_ROW
 from allspark_workers.engine.types import EngineRequest, FinishReason, StepOutput
 from engine_helpers import Collected, random_prompt, request, run_all
 
@@ -109,6 +110,26 @@ def test_lack_of_memory_does_not_matter(expected: list[list[int]], make_engine: 
     got = run_all(narrow, [several(), several("again")])
     assert narrow._scheduler.num_preemptions > 0
     assert sequences(got) == sequences(got, "again") == expected
+
+
+def test_a_sequence_may_begin_with_what_another_one_gets_in_the_same_step(make_engine: Maker) -> None:
+    """The partly filled span of the prompt is copied to both from the sequence that runs."""
+    prompt = random_prompt(44, seed=2)
+    options = SETTINGS | {"num_return_sequences": 3}
+    engine = make_engine(span_size=16, max_batch=3)
+    want = sequences(run_all(engine, [request("several", prompt, NEW, **options)]))
+    engine.submit(request("other", random_prompt(5), 200, priority=1))
+    engine.submit(request("several", prompt, NEW, **options))
+    collected = Collected()
+    for _ in range(8):
+        collected.add(engine.step())
+    first, second, third = engine._families["several"].queued
+    assert first.row != NO_ROW != second.row and third.row == NO_ROW
+    engine._scheduler.preempt(first)
+    engine.cancel("other")
+    while engine.has_work():
+        collected.add(engine.step())
+    assert sequences(collected) == want
 
 
 @pytest.mark.parametrize("done", [1, 13, NEW])

@@ -45,6 +45,10 @@ class StepPlan:
     preempted: list[Sequence] = field(default_factory=list)
     exhausted: list[Sequence] = field(default_factory=list)
 
+    def copy(self, source: int, span: int) -> None:
+        """Let `span` have the content that `source` has, or is about to get."""
+        self.copies[span] = self.copies.get(source, source)
+
 
 def _order(sequence: Sequence) -> tuple[int, float, int]:
     return sequence.order
@@ -233,7 +237,7 @@ class Scheduler:
         if column < len(seq.spans):
             shared = seq.spans.pop()
             self.ledger.drop(seq.request_id, [shared])
-            plan.copies[span] = shared
+            plan.copy(shared, span)
         self.span_table[seq.row, column] = span
         seq.spans.append(span)
 
@@ -340,7 +344,7 @@ class Scheduler:
         full = inherited // self.span_size
         own = self._seat(seq, donor.spans[:full])
         if inherited % self.span_size:
-            plan.copies[own[0]] = donor.spans[full]
+            plan.copy(donor.spans[full], own[0])
         seq.inherit(inherited)
 
     def _enter_gang(self, gang: Gang) -> None:
