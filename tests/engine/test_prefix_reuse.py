@@ -17,6 +17,7 @@ from allspark_workers.engine import host_store
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.host_store import SpanStore
 from allspark_workers.engine.scheduler import Row
+from allspark_workers.engine.sequence import NO_ROW
 from allspark_workers.engine.types import EmbeddingRun, EngineRequest, Task
 from allspark_workers.models.decoder import KVCache
 from allspark_workers.settings import WorkerSettings
@@ -207,20 +208,25 @@ def test_a_request_for_the_whole_pool_is_not_kept_out_by_the_cache(make_engine: 
     assert run_all(engine, [sampled("b", random_prompt(85, seed=9), new=10)]).finish("b") == "length"
 
 
-@pytest.mark.parametrize("moment", ["inbox", "prefill", "decode", "held"])
+@pytest.mark.parametrize("moment", ["inbox", "waiting", "prefill", "decode", "held"])
 def test_cancelling_one_leaves_the_shared_spans_to_the_other(moment: str, make_engine: Maker) -> None:
-    engine = make_engine(prefill_chunk=20, **CACHED)
+    engine = make_engine(prefill_chunk=20, max_batch=1 if moment == "waiting" else 4, **CACHED)
     run_all(engine, [sampled("first", SHARED)])
     quiet = run_all(engine, [sampled("x", PROMPTS[1], seed=1)]).tokens["x"]
     engine.submit(sampled("stays", PROMPTS[1], seed=1))
     collected = Collected()
     collected.add(engine.step())
     engine.submit(sampled("goes", PROMPTS[0] + random_prompt(40, seed=8), seed=9))
-    for _ in range({"inbox": 0, "prefill": 1, "decode": 6, "held": 6}[moment]):
+    for _ in range({"inbox": 0, "waiting": 2, "prefill": 1, "decode": 6, "held": 6}[moment]):
         collected.add(engine.step())
     if moment == "held":
         engine.hold("goes")
         collected.add(engine.step())
+    place = engine._scheduler.get("goes")
+    assert (place is None) == (moment == "inbox")
+    if place is not None:
+        assert (place.row == NO_ROW) == (moment == "waiting")
+        assert (place.num_generated > 0) == (moment in ("decode", "held"))
     engine.cancel("goes")
     collected.add(engine.step())
     assert collected.finish("goes") == "stopped"
