@@ -32,6 +32,7 @@ from allspark_broker.links import ClientLink, WorkerLink
 from allspark_broker.requests import Requests
 from allspark_broker.settings import BrokerSettings
 from allspark_broker.takeover import Takeover
+from allspark_broker.texts import Texts
 from allspark_broker.workers import WorkerTable
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,12 @@ class Broker:
         self._controls = Controls(self._link.send)
         adapters = AdapterCheck(self._table, self._controls.call)
         self._requests = Requests(
-            self._ledger, self._dispatcher, self._lifecycle, adapters, settings.max_uuid_bytes
+            self._ledger,
+            self._dispatcher,
+            self._lifecycle,
+            adapters,
+            Texts(self._table, self._controls.call),
+            settings.max_uuid_bytes,
         )
         self._stats = EngineStats()
         self._calls = Calls(

@@ -2,7 +2,7 @@
 
 import logging
 
-from allspark_bus import keys, response_format, rich_text
+from allspark_bus import keys, response_format, rich_text, text_inputs
 from allspark_bus.errors import Denied, FleetError, ParamError, UnknownRequest
 from allspark_bus.ledger import Ending, Entry, Ledger, now_ms
 from allspark_proto import allspark_service_pb2 as pb
@@ -12,11 +12,13 @@ from allspark_broker import admission
 from allspark_broker.adapters import AdapterCheck
 from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.lifecycle import Lifecycle
+from allspark_broker.texts import Texts
 
 log = logging.getLogger(__name__)
 
 QUEUE_FULL_RETRY_MS = 1000
 _USED_TENSORS = frozenset({"input_ids", "attention_mask", "hash_input"})
+_TEXT_TENSORS = text_inputs.NAMES
 
 
 class Requests:
@@ -28,12 +30,14 @@ class Requests:
         dispatcher: Dispatcher,
         lifecycle: Lifecycle,
         adapters: AdapterCheck,
+        texts: Texts,
         max_uuid_bytes: int,
     ) -> None:
         self._ledger = ledger
         self._dispatcher = dispatcher
         self._lifecycle = lifecycle
         self._adapters = adapters
+        self._texts = texts
         self._max_uuid_bytes = max_uuid_bytes
         self.accepted_total = 0
         self.denied_total = 0
@@ -48,6 +52,8 @@ class Requests:
         try:
             if request.config.lora_name:
                 await self._check_adapter(request)
+            if text_inputs.is_text(request):
+                await self._texts.put_ids(request, self._lifecycle.serving(request.model_name))
             self._check(request, envelope, rid)  # last: nothing may change between this and the reservation
         except FleetError as e:
             # A retry of an accepted request gets its answer again, whatever has changed since.
@@ -67,7 +73,8 @@ class Requests:
         record = self._lifecycle.serving(request.model_name)
         admission.check_request(request, record.model_facts())
         for key in request.inputs.tensor_map:
-            if key not in _USED_TENSORS and not rich_text.is_embedding(request, key):
+            is_used = key in _USED_TENSORS or (key in _TEXT_TENSORS and text_inputs.is_text(request))
+            if not is_used and not rich_text.is_embedding(request, key):
                 log.warning("request %s: input tensor %r is not used", rid, key)
         if 0 < envelope.deadline_unix_ms <= now_ms():
             raise Denied(f"the deadline of request {envelope.start_request.config.uuid!r} has passed already")

@@ -121,6 +121,17 @@ def from_array(name: str, array: NDArray[np.int64] | NDArray[np.float32]) -> pb.
     )
 
 
+def from_string(name: str, text: str) -> pb.Tensor:
+    """The STRING tensor of one text."""
+    return pb.Tensor(
+        name=name,
+        shape=pb.Tensor.Shape(dims=[1]),
+        device_type=pb.DeviceType(dev_type=pb.CPU),
+        data_type=pb.STRING,
+        data=text.encode(),
+    )
+
+
 def prompt_ids(request: pb.StartRequestRequest) -> NDArray[np.int64]:
     """The prompt [S] of a Generate request: tensor `input_ids`, [1, S] or [S], INT64 or INT32.
 

@@ -156,8 +156,13 @@ def _elements(uuid: str, batch: Batch, context: Context, trailing: Pairs = ()) -
         context.set_trailing_metadata(trailing)
     elements = pb.GeneratedElements(ids_from_generate=batch.tokens)
     elements.tensors_from_model_inference.SetInParent()
-    for name, tensor in batch.tensors:
-        elements.tensors_from_model_inference.tensor_map[name].MergeFromString(tensor)
+    found = elements.tensors_from_model_inference.tensor_map
+    for name, data in batch.tensors:
+        tensor = pb.Tensor.FromString(data)
+        if name in found and tensor.data_type == pb.STRING:  # text comes in pieces, one for each record
+            found[name].data += tensor.data
+        else:
+            found[name].CopyFrom(tensor)
     return elements
 
 

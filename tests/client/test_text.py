@@ -287,7 +287,7 @@ def test_missing_things_are_named(tmp_path: Path) -> None:
     with pytest.raises(TextError, match="name a model directory"):
         load_tokenizer(tmp_path / "none.gguf")
     hf_directory(tmp_path, {}, {})
-    with pytest.raises(TextError, match="leave out --chat"):
+    with pytest.raises(TextError, match="without --chat"):
         load_tokenizer(tmp_path).encode_chat(QUESTION)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(TextError, match=r"tokenizer_config\.json is not JSON"):
@@ -321,3 +321,37 @@ def test_template_cannot_leave_the_sandbox(template: str) -> None:
 
 def test_template_filters_do_not_escape_for_html() -> None:
     assert render_chat("{{ messages[0] | tojson }}", [{"content": "<é>"}], {}) == '{"content": "<é>"}'
+
+
+# ---- vocabularies that fall back to bytes --------------------------------------------------------------
+
+
+def sentencepiece_like() -> RawTokenizer:
+    """As Llama 2 and Gemma: pieces with a mark for the space, and <0xNN> for what is in no piece."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "é"]
+    raw = RawTokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [("▁", "a")], byte_fallback=True))
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return raw
+
+
+@given(st.lists(st.integers(1, 261), max_size=150), st.lists(st.integers(1, 5), max_size=60))
+def test_stream_with_byte_fallback_is_the_text_of_all_ids(ids: list[int], sizes: list[int]) -> None:
+    """Random runs of bytes, valid or not: what was given out is never taken back, however ids are grouped."""
+    tokenizer = Tokenizer(sentencepiece_like())
+    one_by_one, grouped = tokenizer.stream(), tokenizer.stream()
+    pieces = [one_by_one.push([index]) for index in ids]
+    at, parts = 0, []
+    for size in [*sizes, len(ids)]:
+        parts.append(grouped.push(ids[at : at + size]))
+        assert "".join(parts) == "".join(pieces[: at + size])
+        at += size
+    assert "".join(pieces) + one_by_one.flush() == tokenizer.decode(ids)
+
+
+def test_a_character_of_byte_tokens_comes_whole() -> None:
+    raw = sentencepiece_like()
+    ids = [raw.token_to_id("▁a"), *(1 + byte for byte in "日😀".encode()), raw.token_to_id("b")]
+    stream = Tokenizer(raw).stream()
+    assert [piece for index in ids if (piece := stream.push([index]))] == ["a", "日😀b"]

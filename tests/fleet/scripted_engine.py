@@ -81,6 +81,7 @@ class ScriptedEngine:
             config.device,
             0,
             "scripted",
+            tokenizer_paths=tuple(options.get("tokenizer", ())),
         )
         self._lock = threading.Condition()
         self._requests: dict[str, _Running] = {}

@@ -14,7 +14,7 @@ from collections.abc import Coroutine
 
 import uvloop
 from allspark_bus.catalogue import Catalogue
-from allspark_bus.errors import FleetError
+from allspark_bus.errors import Denied, FleetError
 from allspark_bus.ledger import Ledger
 from allspark_bus.store import Store
 from allspark_proto import allspark_service_pb2 as pb
@@ -33,6 +33,7 @@ from allspark_workers.publisher import Publication, Publisher
 from allspark_workers.reconcile import Reconciler, status_of
 from allspark_workers.requests import Requests
 from allspark_workers.settings import WorkerSettings
+from allspark_workers.texts import Texts
 from allspark_workers.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -65,9 +66,15 @@ class Worker:
         self._reconciler = Reconciler(
             Catalogue(self._store), settings, load, self._host, self._on_stopped, self._links.state_changed
         )
+        self._texts = Texts()
         self._guides = Guides(int(settings.max_grammar_bytes), settings.grammar_cpu_s)
         self._requests = Requests(
-            self._ledger, self._publisher, self._reconciler.running, self._guides, settings.max_queue
+            self._ledger,
+            self._publisher,
+            self._reconciler.running,
+            self._guides,
+            self._texts,
+            settings.max_queue,
         )
         self._loop = asyncio.get_running_loop()
         self._drain = asyncio.Event()
@@ -141,6 +148,8 @@ class Worker:
             elif kind == "get_op_profiling_info":
                 text = self._profile(call.get_op_profiling_info.model_name)
                 reply.op_profiling_info.op_profiling_info = text
+            elif kind == "tokenize":
+                reply.tokens.CopyFrom(await self._tokenize(call.tokenize))
             elif kind == "check_adapter":
                 await self._check_adapter(call.check_adapter)
             else:
@@ -162,6 +171,12 @@ class Worker:
         if not self._settings.profile:
             return ""
         return "".join(h.engine.profile() for h in self._reconciler.hosted() if h.name == name)
+
+    async def _tokenize(self, call: fleet.Tokenize) -> fleet.Tokens:
+        hosted = self._reconciler.running(call.model_name)
+        if hosted is None:
+            raise Denied(f"model {call.model_name!r} is not running on this worker", retry_after_ms=1000)
+        return await self._texts.tokenize(call, hosted.engine.facts)
 
     async def _check_adapter(self, call: fleet.CheckAdapter) -> None:
         hosted = self._reconciler.running(call.model_name)
@@ -190,6 +205,7 @@ class Worker:
             await asyncio.gather(*running, drain, *self._tasks, return_exceptions=True)
             self._links.close()
             await self._guides.close()
+            self._texts.close()
             await self._store.close()
 
     async def _leave(self) -> None:

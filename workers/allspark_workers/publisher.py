@@ -11,11 +11,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from allspark_bus import tensors
 from allspark_bus.ledger import APPENDED, GAP, Append, Ending, Ledger
+from allspark_bus.text_inputs import TEXT
 
 from allspark_workers.convert import ending_of, tensor_bytes
-from allspark_workers.engine.types import StepOutput
+from allspark_workers.engine.types import FinishReason, StepOutput
 from allspark_workers.ports import EnginePort
+from allspark_workers.texts import TextPieces
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class Publication:
     later_count: int = 1  # and every later one; the terminal record flushes what is left
     ending: Ending | None = None
     tensors: dict[str, bytes] = field(default_factory=dict)  # of the terminal record
+    text: TextPieces | None = None  # of a request that wants it with its tokens
     is_cancelled: bool = False
     is_held: bool = False
 
@@ -53,6 +57,13 @@ class Publication:
     def awaits_tokens(self) -> bool:
         """The engine owes this request a token or an end."""
         return not (self.is_cancelled or self.is_held or self.ending is not None)
+
+    def next_tensors(self) -> dict[str, bytes]:
+        """What goes with the tokens of the next append."""
+        if self.text is None:
+            return self.tensors
+        piece = self.text.piece(self.tokens, self.published, is_last=self.ending is not None)
+        return self.tensors | {TEXT: tensors.from_string(TEXT, piece).SerializeToString()}
 
     @property
     def is_due(self) -> bool:
@@ -191,10 +202,7 @@ class Publisher:
             self._next_append_s = asyncio.get_running_loop().time() + pause_s
 
     async def _append(self, due: list[Publication]) -> None:
-        appends = [
-            Append(p.request_id, p.model, p.epoch, p.published, p.tokens[p.published :], p.ending, p.tensors)
-            for p in due
-        ]
+        appends = [self._append_of(p) for p in due]
         for p, a, (code, position) in zip(due, appends, await self._ledger.append(appends), strict=True):
             if p.is_cancelled:
                 continue
@@ -210,6 +218,17 @@ class Publisher:
             else:
                 log.info("request %s was taken over or ended elsewhere (code %d)", p.request_id, code)
                 self.cancel(p.request_id)
+
+    def _append_of(self, p: Publication) -> Append:
+        try:
+            tensors = p.next_tensors()
+        except Exception as e:
+            # Of the library that decodes; the request fails, and nobody else with it.
+            log.exception("request %s: its tokens have no text", p.request_id)
+            p.text, p.ending = None, ending_of(FinishReason.ERROR, f"decoding its tokens failed: {e!r}")
+            p.engine.cancel(p.request_id)
+            tensors = {}
+        return Append(p.request_id, p.model, p.epoch, p.published, p.tokens[p.published :], p.ending, tensors)
 
     def _rewind(self, p: Publication, position: int) -> None:
         """The stream is elsewhere than this worker thought (a fail-over lost its tail): go on from there."""

@@ -15,6 +15,7 @@ from allspark_workers.guided.guides import Guides
 from allspark_workers.hosted import HostedModel
 from allspark_workers.ports import EnginePort
 from allspark_workers.publisher import Publication, Publisher
+from allspark_workers.texts import Texts
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +33,14 @@ class Requests:
         publisher: Publisher,
         find: Callable[[str], HostedModel | None],
         guides: Guides,
+        texts: Texts,
         max_queue: int,
     ) -> None:
         self._ledger = ledger
         self._publisher = publisher
         self._find = find
         self._guides = guides
+        self._texts = texts
         self._max_queue = max_queue
         self.is_draining = False
 
@@ -93,6 +96,7 @@ class Requests:
         try:
             generated = await self._ledger.tokens(rid) if d.resume else []
             publication.tokens, publication.published = list(generated), len(generated)
+            publication.text = await self._texts.pieces(d.request, hosted.engine.facts, generated)
             guide = await self._guides.prepare(d.request.config, hosted.engine.facts, generated)
             if publication.is_cancelled:
                 self._publisher.add([StepOutput(rid, d.epoch, 0, [], FinishReason.STOPPED)])

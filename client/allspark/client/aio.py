@@ -23,7 +23,7 @@ from allspark.client.calls import (
     trailing_texts,
 )
 from allspark.client.errors import AllSparkError, StatusError
-from allspark.client.options import GenerateOptions, ModelOptions, start_request_message
+from allspark.client.options import GenerateOptions, ModelOptions, Prompt, start_request_message
 
 
 class AsyncClient:
@@ -45,7 +45,7 @@ class AsyncClient:
     async def submit(
         self,
         model: str,
-        prompt: Sequence[int],
+        prompt: Prompt,
         options: GenerateOptions | None = None,
         uuid: str | None = None,
     ) -> "AsyncRequest":
@@ -193,6 +193,18 @@ class AsyncRequest:
             ids = await self._client.wait_for_tokens(message, self.progress, wait_s)
             if ids or self.progress.is_ended:
                 return ids
+
+    async def stream_text(self, timeout_s: float | None = None) -> AsyncIterator[str]:
+        """The text of a request whose prompt was text, as it is generated; raises as ``stream``.
+
+        Pieces hold whole characters, and together they are the text of all tokens.
+        """
+        message = pb.UUID(uuid=self.uuid)
+        while not self.progress.is_ended:
+            await self._next_tokens(message, timeout_s)
+            if text := self.progress.take_text():
+                yield text
+        self.progress.raise_if_interrupted()
 
     async def result(self, timeout_s: float | None = None) -> list[int]:
         """All token ids that are still to come."""

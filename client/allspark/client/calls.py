@@ -109,6 +109,12 @@ class Progress:
     finish_reason: str = ""
     reason: str = ""
     tensors: dict[str, pb.Tensor] = field(default_factory=dict)
+    _text: list[str] = field(default_factory=list)
+
+    def take_text(self) -> str:
+        """What has come of the text since the last call; only requests with a text prompt have any."""
+        text, self._text = "".join(self._text), []
+        return text
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Request metadata of the next Get."""
@@ -123,7 +129,10 @@ class Progress:
             raise StatusError("Get", pb.ALLSPARK_ILLEGAL_REQUEST_ID, reason)
         ids = list(reply.ids_from_generate)
         self.received += len(ids)
-        self.tensors.update(reply.tensors_from_model_inference.tensor_map)
+        tensors = reply.tensors_from_model_inference.tensor_map
+        self.tensors.update(tensors)
+        if "text" in tensors and tensors["text"].data_type == pb.STRING:
+            self._text.append(tensors["text"].data.decode())
         if metadata.FINISH_REASON in trailing:
             self._end(trailing[metadata.FINISH_REASON], trailing)
         return ids

@@ -1,9 +1,11 @@
 """What a caller may ask for, and the messages made of it."""
 
+import json
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from allspark_proto import allspark_service_pb2 as pb
 
@@ -153,12 +155,38 @@ def token_tensor(ids: Sequence[int]) -> pb.Tensor:
     )
 
 
+#: Token ids, or text, or a conversation ({"role", "content"}) for the model's chat template.
+Prompt = Sequence[int] | str | Sequence[Mapping[str, str]]
+
+
 def start_request_message(
-    model: str, prompt: Sequence[int], options: GenerateOptions, uuid: str
+    model: str, prompt: Prompt, options: GenerateOptions, uuid: str
 ) -> pb.StartRequestRequest:
     """The message that submits a prompt; sending it twice runs it once."""
+    if isinstance(prompt, str):
+        return _text_message(model, "text", prompt, options, uuid)
+    if prompt and isinstance(prompt[0], Mapping):
+        conversation = json.dumps(list(prompt), ensure_ascii=False)
+        return _text_message(model, "messages", conversation, options, uuid)
+    ids = cast(Sequence[int], prompt)
     return pb.StartRequestRequest(
         model_name=model,
-        inputs=pb.TensorMap(tensor_map={"input_ids": token_tensor(prompt)}),
-        config=options.to_config(uuid, len(prompt)),
+        inputs=pb.TensorMap(tensor_map={"input_ids": token_tensor(ids)}),
+        config=options.to_config(uuid, len(ids)),
     )
+
+
+def _text_message(
+    model: str, name: str, text: str, options: GenerateOptions, uuid: str
+) -> pb.StartRequestRequest:
+    """The fleet counts the prompt's tokens, and knows the ends of the model where the caller names none."""
+    inputs = {name: pb.Tensor(data_type=pb.STRING, shape=pb.Tensor.Shape(dims=[1]), data=text.encode())}
+    if options.max_new_tokens is not None:
+        count = token_tensor([options.max_new_tokens])
+        count.name = "max_new_tokens"
+        inputs[count.name] = count
+    config = options.to_config(uuid, 0)
+    config.max_length = options.max_length
+    if options.eos_token_id is None and options.early_stopping:
+        config.eos_token_id, config.early_stopping = 0, True
+    return pb.StartRequestRequest(model_name=model, inputs=pb.TensorMap(tensor_map=inputs), config=config)

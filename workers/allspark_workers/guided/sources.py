@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from pathlib import Path
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from llguidance import LLTokenizer
 
 from allspark_workers.guided.errors import GuideError
 from allspark_workers.guided.vocabulary import Vocabulary, from_entries, read_entries
-from allspark_workers.text import TextError, Tokenizer, load_tokenizer
+from allspark_workers.text import TextError, Tokenizer, find_tokenizer
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -108,11 +107,9 @@ class ModelSource:
 
 def _load(paths: Sequence[str]) -> Tokenizer:
     """The first tokenizer that one of the paths has."""
-    problems = []
-    for path in dict.fromkeys(paths):
-        try:
-            return load_tokenizer(Path(path))
-        except (TextError, OSError) as error:
-            problems.append(str(error))
-    why = "; ".join(problems) or "it names no files"
-    raise GuideError(f"the model has no usable tokenizer ({why}): send its entries as vocab and vocab_type")
+    try:
+        return find_tokenizer(paths)
+    except TextError as error:
+        raise GuideError(
+            f"the model has no usable tokenizer ({error}): send its entries as vocab and vocab_type"
+        ) from error

@@ -5,6 +5,6 @@
 """
 
 from allspark_workers.text.stream import TextStream
-from allspark_workers.text.tokenizer import TextError, Tokenizer, load_tokenizer
+from allspark_workers.text.tokenizer import TextError, Tokenizer, find_tokenizer, load_tokenizer
 
-__all__ = ["TextError", "TextStream", "Tokenizer", "load_tokenizer"]
+__all__ = ["TextError", "TextStream", "Tokenizer", "find_tokenizer", "load_tokenizer"]

@@ -14,7 +14,7 @@ from allspark_workers.text.errors import TextError
 from allspark_workers.text.gguf_header import read_header
 from allspark_workers.text.stream import TextStream
 
-__all__ = ["TextError", "Tokenizer", "load_tokenizer"]
+__all__ = ["TextError", "Tokenizer", "find_tokenizer", "load_tokenizer"]
 
 
 class Tokenizer:
@@ -37,6 +37,7 @@ class Tokenizer:
         self._prefix_ids = list(prefix_ids)
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
+        self._byte_ids = _byte_ids(raw)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a plain prompt, with the beginning-of-text token if the model wants one."""
@@ -49,7 +50,7 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a conversation up to the assistant's turn; raises ``TextError`` without a template."""
         if self._chat_template is None:
-            raise TextError("this model has no chat template; leave out --chat to send the prompt as it is")
+            raise TextError("this model has no chat template; send the prompt as it is, without --chat")
         text = render_chat(self._chat_template, messages, self._special_tokens)
         return list(self._raw.encode(text, add_special_tokens=False).ids)
 
@@ -78,7 +79,18 @@ class Tokenizer:
 
     def stream(self) -> TextStream:
         """A fresh incremental decoder."""
-        return TextStream(self.decode)
+        return TextStream(self.decode, self._byte_ids)
+
+
+def find_tokenizer(paths: Sequence[str]) -> Tokenizer:
+    """The first tokenizer that one of the paths has; raises ``TextError`` with what is wrong with each."""
+    problems = []
+    for path in dict.fromkeys(paths):
+        try:
+            return load_tokenizer(Path(path))
+        except (TextError, OSError) as error:
+            problems.append(str(error))
+    raise TextError("; ".join(problems) or "it names no files")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -109,7 +121,10 @@ def _from_gguf(path: Path) -> Tokenizer:
 def _from_json(path: Path) -> Tokenizer:
     if not path.is_file():
         raise TextError(f"{path} does not exist; name a directory with a tokenizer.json, or a GGUF file")
-    raw = RawTokenizer.from_file(str(path))
+    try:
+        raw = RawTokenizer.from_file(str(path))
+    except Exception as error:  # the library has no error of its own
+        raise TextError(f"{path} is no tokenizer: {error}") from error
     config = _read_json(path.with_name("tokenizer_config.json"))
     special = {
         name: text
@@ -140,6 +155,14 @@ def _eos_ids(raw: RawTokenizer, special: Mapping[str, str], generation: Mapping[
     if "eos_token" in special:
         ids.insert(0, raw.token_to_id(special["eos_token"]))
     return tuple(dict.fromkeys(index for index in ids if index is not None))
+
+
+def _byte_ids(raw: RawTokenizer) -> frozenset[int]:
+    """Tokens such as <0xE2>, if the decoder joins them to characters."""
+    if raw.decoder is None or b"ByteFallback" not in raw.decoder.__getstate__():
+        return frozenset()
+    ids = (raw.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(index for index in ids if index is not None)
 
 
 def _token_text(value: Any) -> str | None:
