@@ -56,13 +56,18 @@ class LoraSite:
     """The adapters of one packed layer [sum of widths, in_features]; made by ``LoraTable`` alone.
 
     `weights[slot]` holds the matrices of a slot or None, `entries` [num_slots, ENTRY_WORDS] int64 their
-    addresses on the device. `max_rank`: the largest stacked rank of any slot.
+    addresses on the device. `max_rank`: the largest stacked rank of any slot. `width_list` [MAX_PARTS] int64
+    on the host: the widths, then zeros.
     """
 
-    def __init__(self, in_features: int, widths: tuple[int, ...], entries: torch.Tensor) -> None:
+    def __init__(
+        self, in_features: int, widths: tuple[int, ...], entries: torch.Tensor, dtype: torch.dtype
+    ) -> None:
         self.in_features = in_features
         self.widths = widths
+        self.width_list = torch.tensor([*widths, 0, 0][:MAX_PARTS])
         self.out_features = sum(widths)
+        self.dtype = dtype
         self.entries = entries
         self.weights: list[LoraWeights | None] = [None] * entries.shape[0]
         self.max_rank = 0
@@ -93,7 +98,7 @@ class LoraTable:
         self._host: NDArray[np.int64] = np.zeros(size, np.int64)
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
         self.sites = [
-            LoraSite(k, widths, entries)
+            LoraSite(k, widths, entries, dtype)
             for (k, widths), entries in zip(shapes, self._device.unbind(0), strict=True)
         ]
 

@@ -1,10 +1,8 @@
 """Low-rank adapters of the rows of a step."""
 
-import ctypes
-
 import torch
 
-from ..lora import MAX_PARTS, LoraPlan, LoraSite
+from ..lora import LoraPlan, LoraSite
 from . import library
 from .elementwise import _need_float32
 from .weights import DTYPE_CODES, LONG_CALL_FLOPS
@@ -16,8 +14,6 @@ def lora_add(x: torch.Tensor, site: LoraSite, plan: LoraPlan, out: torch.Tensor)
     num_rows, rank = plan.rows.shape[0], site.max_rank
     if rank == 0:
         return
-    weights = next(w for w in site.weights if w is not None)
-    widths = (ctypes.c_int64 * MAX_PARTS)(*site.widths)
     flops = 2 * num_rows * rank * (site.in_features + site.out_features)
     lib = library.current
     calls = lib.freed if flops >= LONG_CALL_FLOPS else lib.held
@@ -30,8 +26,8 @@ def lora_add(x: torch.Tensor, site: LoraSite, plan: LoraPlan, out: torch.Tensor)
         x.data_ptr(),
         out.data_ptr(),
         site.in_features,
-        ctypes.addressof(widths),
+        site.width_list.data_ptr(),
         rank,
-        DTYPE_CODES[weights.down.dtype],
+        DTYPE_CODES[site.dtype],
     ):
         raise MemoryError(f"no memory for {num_rows} rows of adapters of rank {rank}")

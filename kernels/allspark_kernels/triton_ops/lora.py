@@ -169,8 +169,7 @@ def lora_add(x: torch.Tensor, site: LoraSite, plan: LoraPlan, out: torch.Tensor)
     max_rank, num_rows, num_tiles = site.max_rank, plan.rows.shape[0], plan.tiles.shape[0]
     if max_rank == 0:
         return
-    weights = next(w for w in site.weights if w is not None)
-    arch, dtype, k = arch_of(x.device), weights.down.dtype, site.in_features
+    arch, dtype, k = arch_of(x.device), site.dtype, site.in_features
     num_splits = triton.cdiv(k, SPLIT_K)
     low = torch.empty((num_splits, num_rows, max_rank), dtype=torch.float32, device=x.device)
     lora_shrink_kernel[(num_tiles, triton.cdiv(max_rank, SHRINK_RANKS), num_splits)](

@@ -31,9 +31,11 @@ class AdaptedLinears:
     ) -> KernelOps:
         """`ops` for a step of rows with `slots` and token `counts`; its tokens `last` [R] go on."""
         whole = plan_lora(slots, counts, self._device)
-        of_last = np.repeat(np.asarray(slots, np.int64), counts)[last]
-        ends = plan_lora(of_last, np.ones_like(of_last), self._device)
-        return replace(ops, linear=self._linear(ops, int(counts.sum()), (whole, ends)))
+        num_tokens, ends = int(counts.sum()), whole
+        if len(last) != num_tokens:
+            of_last = np.repeat(np.asarray(slots, np.int64), counts)[last]
+            ends = plan_lora(of_last, np.ones_like(of_last), self._device)
+        return replace(ops, linear=self._linear(ops, num_tokens, (whole, ends)))
 
     def _linear(
         self, ops: KernelOps, num_tokens: int, plans: tuple[LoraPlan | None, LoraPlan | None]
