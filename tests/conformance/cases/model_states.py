@@ -174,7 +174,7 @@ def built_and_unloaded_have_zeros_and_text(s: Server) -> None:
             assert s.status("UnloadModelFromDeviceMemory", name) == OK
 
 
-@case("1.2", "AsEngineStat.total_generated_token", "AsEngineStat.total_prefill_token", waits_for="life")
+@case("1.2", "AsEngineStat.total_generated_token", "AsEngineStat.total_prefill_token")
 def stopped_keeps_the_last_values(s: Server) -> None:
     with s.model() as name:
         s.generate([5, 6, 7], model=name)
