@@ -30,6 +30,9 @@ kernels.rotary_kv_write(q, k, v, torch.randn(9, 16), step, step, *caches)
 plan = kernels.plan_attention([3], [3], np.zeros((1, 1), np.int32), 32, "cpu", 2, 2, 16)
 y = kernels.paged_attention(q, *caches, plan, 0.25)
 assert y.isfinite().all() and y.abs().sum() > 0
+replay = kernels.capture(lambda: kernels.rms_norm(x, torch.ones(32), 1e-5), torch.device("cpu"))
+replay()
+assert "torch._dynamo" not in sys.modules, "torch's compiler takes seconds to import"
 print("ran on", kernels.backend_for(torch.device("cpu")))
 """
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import logging
 import os
@@ -244,6 +245,8 @@ def _real_engine(settings: WorkerSettings) -> LoadEngine:
     set_environment(settings.num_threads)  # before torch is imported, which happens only here
     from allspark_workers.load import load_engine
 
+    # What was imported stays: a full collection walks 180,000 objects of it otherwise, a third of a second.
+    gc.freeze()
     return load_engine
 
 

@@ -82,6 +82,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory = _Memory()
         self.entries: list[Entry] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing here is ever compiled. Torch would import its whole compiler, seconds and 875 modules, to
+        # mark the method below as not to be compiled.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
