@@ -41,8 +41,8 @@ def engine_stat(
     """All values at once; frames are spans times `2 * num_layers`."""
     ledger, frames = scheduler.ledger, 2 * layout.num_layers
     free = ledger.free - ledger.num_idle  # what the prefix cache keeps is used, though it may be had
-    hits = counters.num_cached
-    misses = counters.num_prefilled - hits if scheduler.prefix is not None else 0
+    hits, prefilled = counters.num_cached, counters.num_prefilled  # in this order: never fewer than hits
+    misses = prefilled - hits if scheduler.prefix is not None else 0
     used = layout.num_spans - free
     return EngineStat(
         total_span=layout.num_spans * frames,
@@ -55,7 +55,7 @@ def engine_stat(
         total_device_memory_pool_size=weight_bytes + layout.num_spans * layout.bytes_per_span,
         used_device_memory_pool_size=weight_bytes + used * layout.bytes_per_span,
         total_generated_token=counters.num_generated,
-        total_prefill_token=counters.num_prefilled,
+        total_prefill_token=prefilled,
         generate_token_persec=counters.generate_rate.rate(now_s),
         process_token_persec=counters.prefill_rate.rate(now_s),
         prefix_cache_hit_token=hits,
