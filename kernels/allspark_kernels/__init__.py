@@ -11,6 +11,7 @@ from .api import (
     lora_add,
     mark_seen,
     pack_linear,
+    pack_quantised,
     paged_attention,
     rms_norm,
     rotary_kv_write,
@@ -25,6 +26,7 @@ from .graphs import capture
 from .kv_format import CacheMode, KVFormat, kv_format
 from .lora import NO_ADAPTER, LoraPlan, LoraSite, LoraTable, LoraWeights, plan_lora
 from .plan import AttentionPlan, plan_attention, reserve_decode_plan
+from .quantised import QuantFormat, QuantisedWeight, quantise, stack_quantised
 from .types import PackedLinear, SamplingBatch
 
 __all__ = [
@@ -38,6 +40,8 @@ __all__ = [
     "LoraWeights",
     "PackedExperts",
     "PackedLinear",
+    "QuantFormat",
+    "QuantisedWeight",
     "Routing",
     "SamplingBatch",
     "add_rms_norm",
@@ -53,9 +57,11 @@ __all__ = [
     "mark_seen",
     "pack_experts",
     "pack_linear",
+    "pack_quantised",
     "paged_attention",
     "plan_attention",
     "plan_lora",
+    "quantise",
     "reserve_decode_plan",
     "rms_norm",
     "rotary_kv_write",
@@ -63,5 +69,6 @@ __all__ = [
     "sample",
     "silu_mul",
     "soft_cap",
+    "stack_quantised",
     "use_backend",
 ]

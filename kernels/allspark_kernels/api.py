@@ -18,6 +18,7 @@ from .backend import ops_for, ops_named
 from .kv_format import GRANULE, QUANTISED_DTYPES, cache_row_width
 from .lora import LoraPlan, LoraSite
 from .plan import AttentionPlan
+from .quantised import QuantisedWeight
 from .types import FLOAT_DTYPES, PackedLinear, SamplingBatch
 
 
@@ -35,6 +36,18 @@ def pack_linear(
     if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
         raise ValueError(f"bias must be [{weight.shape[0]}] on {weight.device}, not {_describe(bias)}")
     return ops_for(weight.is_cuda).pack_linear(weight, bias, rounds_inputs)
+
+
+def pack_quantised(weight: QuantisedWeight, bias: torch.Tensor | None = None) -> PackedLinear:
+    """Lay out a quantised weight once for its device; ``linear`` widens it where it multiplies.
+
+    Native results are, bit for bit, those of ``pack_linear(weight.dequantise(), bias)``. On CUDA widened
+    values are rounded to the dtype of x. The bias [N] may have any float dtype.
+    """
+    codes = weight.codes
+    if bias is not None and (bias.shape != codes.shape[:1] or bias.device != codes.device):
+        raise ValueError(f"bias must be [{codes.shape[0]}] on {codes.device}, not {_describe(bias)}")
+    return ops_for(codes.is_cuda).pack_quantised(weight, bias)
 
 
 def linear(x: torch.Tensor, w: PackedLinear, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,26 +13,32 @@ import torch
 
 from .backend import ops_for, ops_named
 from .experts import PackedExperts, Routing
+from .quantised import QuantisedWeight, Weight
 from .types import FLOAT_DTYPES
 
 
-def pack_experts(weights: Sequence[torch.Tensor], *, rounds_inputs: bool = False) -> PackedExperts:
-    """Lay out the experts' matrices [N, K], all of one shape and dtype.
+def pack_experts(weights: Sequence[Weight], *, rounds_inputs: bool = False) -> PackedExperts:
+    """Lay out the experts' matrices [N, K], all of one shape and dtype, or all quantised in one format.
 
     ``rounds_inputs`` as in ``pack_linear``.
     """
     if not weights:
         raise ValueError("a mixture of experts needs at least one expert")
+    forms = {_form(weight) for weight in weights}
+    if len(forms) > 1:
+        raise ValueError(f"experts must be alike, not {sorted(map(str, forms))}")
     first = weights[0]
-    if first.ndim != 2 or first.dtype not in FLOAT_DTYPES or 0 in first.shape:
-        raise ValueError(f"experts must be non-empty float matrices, not {first.dtype} {list(first.shape)}")
-    for weight in weights:
-        if weight.shape != first.shape or weight.dtype != first.dtype or weight.device != first.device:
-            raise ValueError(
-                f"experts must be alike: {first.dtype} {list(first.shape)} on {first.device}, "
-                f"not {weight.dtype} {list(weight.shape)} on {weight.device}"
-            )
-    return ops_for(first.is_cuda).pack_experts(weights, rounds_inputs)
+    stored = first.codes if isinstance(first, QuantisedWeight) else first
+    if stored.ndim != 2 or stored.dtype not in (*FLOAT_DTYPES, torch.int8) or 0 in stored.shape:
+        raise ValueError(f"experts must be non-empty float matrices, not {stored.dtype} {list(stored.shape)}")
+    return ops_for(stored.is_cuda).pack_experts(weights, rounds_inputs)
+
+
+def _form(weight: Weight) -> tuple[object, ...]:
+    if isinstance(weight, QuantisedWeight):
+        has_offsets = weight.offsets is not None
+        return (*_form(weight.codes), weight.bits, weight.group, weight.scales.dtype, has_offsets)
+    return tuple(weight.shape), weight.dtype, weight.device
 
 
 def route_experts(logits: torch.Tensor, top_k: int, is_normalised: bool) -> Routing:

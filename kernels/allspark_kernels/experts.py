@@ -21,6 +21,7 @@ class PackedExperts:
     nbytes: int
     backend: str
     layout: Any
+    is_quantised: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ try:
     from .experts import combine_experts, grouped_linear, pack_experts, route_experts
     from .graph import capture
     from .lora import lora_add
+    from .quantised import pack_quantised
     from .sampling import mark_seen, sample
     from .threads import get_num_threads, set_num_threads
     from .weights import linear, pack_linear
@@ -31,6 +32,7 @@ __all__ = [
     "mark_seen",
     "pack_experts",
     "pack_linear",
+    "pack_quantised",
     "paged_attention",
     "prepare_plan",
     "rms_norm",

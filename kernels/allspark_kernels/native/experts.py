@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from ..experts import PackedExperts, Routing
+from ..quantised import QuantisedWeight, Weight
 from ..types import PackedLinear
 from . import library
 from .elementwise import _need_float32
+from .quantised import pack_quantised
 from .weights import pack_linear
 
 MAX_EXPERTS = 1024
@@ -36,11 +38,14 @@ class SortedPairs:
     starts: torch.Tensor
 
 
-def pack_experts(weights: Sequence[torch.Tensor], rounds_inputs: bool) -> PackedExperts:
+def pack_experts(weights: Sequence[Weight], rounds_inputs: bool) -> PackedExperts:
     """Every expert's [N, K] in panels. Raises ValueError for more experts than the library serves."""
     if len(weights) > MAX_EXPERTS:
         raise ValueError(f"native kernels serve up to {MAX_EXPERTS} experts, not {len(weights)}")
-    experts = [pack_linear(weight, None, rounds_inputs) for weight in weights]
+    experts = [
+        pack_quantised(w, None) if isinstance(w, QuantisedWeight) else pack_linear(w, None, rounds_inputs)
+        for w in weights
+    ]
     first = experts[0]
     addresses = (ctypes.c_void_p * len(experts))(*(e.layout.address for e in experts))
     return PackedExperts(
@@ -52,6 +57,7 @@ def pack_experts(weights: Sequence[torch.Tensor], rounds_inputs: bool) -> Packed
         nbytes=sum(e.nbytes for e in experts),
         backend="native",
         layout=ExpertTable(experts, addresses),
+        is_quantised=isinstance(weights[0], QuantisedWeight),
     )
 
 
@@ -101,6 +107,7 @@ def grouped_linear(x: torch.Tensor, w: PackedExperts, routing: Routing) -> torch
         rows.data_ptr(),
         results.data_ptr(),
         out.data_ptr(),
+        int(w.is_quantised),
     ):
         raise MemoryError(f"no memory for {tokens} rows of {w.in_features} activations")
     return out

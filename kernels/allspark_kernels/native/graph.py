@@ -35,6 +35,7 @@ FUNCTIONS = {
     "ask_route_experts": (7, 1),
     "ask_grouped_linear": (8, 6),
     "ask_combine_experts": (9, 5),
+    "ask_qlinear": (10, 2),
 }
 # These compute nothing that a step could depend on.
 IGNORED = {"ask_attention_plan"}

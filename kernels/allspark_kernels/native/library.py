@@ -32,7 +32,8 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "ask_gelu_mul": (None, [PTR, PTR, I64, I64]),
     "ask_soft_cap": (None, [PTR, I64, I64, F32]),
     "ask_route_experts": (None, [PTR, I64, I64, I64, I64, PTR, PTR, PTR, PTR]),
-    "ask_grouped_linear": (ctypes.c_int, [PTR, I64, PTR, PTR, PTR, I64, I64, I64, PTR, PTR, PTR]),
+    "ask_grouped_linear": (ctypes.c_int, [PTR, I64, PTR, PTR, PTR, I64, I64, I64, PTR, PTR, PTR, I64]),
+    "ask_qlinear": (ctypes.c_int, [PTR, PTR, I64, PTR]),
     "ask_combine_experts": (None, [PTR, PTR, PTR, PTR, PTR, I64, I64, I64]),
     "ask_rotary_kv_write": (
         ctypes.c_int,

@@ -25,7 +25,7 @@ class _Header(ctypes.Structure):
 class Layout:
     """A packed weight in the library's own memory; ``address`` is what its functions take."""
 
-    __slots__ = ("__weakref__", "address", "bias", "block", "header", "long_rows", "nbytes")
+    __slots__ = ("__weakref__", "address", "bias", "block", "header", "is_quantised", "long_rows", "nbytes")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rounds_inputs: bool) -> None:
         lib = library.current.freed
@@ -43,6 +43,7 @@ class Layout:
         self.header = _Header(n, k, code, block, bias_at, rounds_inputs)
         self.address = ctypes.addressof(self.header)
         self.long_rows = 1 if self.nbytes > LONG_CALL_BYTES else LONG_CALL_FLOPS // (2 * n * k) + 1
+        self.is_quantised = False
         lib.ask_linear_pack(self.address, weight.data_ptr())
 
 
@@ -81,9 +82,10 @@ def linear(x: torch.Tensor, w: PackedLinear, out: torch.Tensor | None) -> torch.
         out = torch.empty((rows, w.out_features), dtype=torch.float32)
     if x.dtype is not torch.float32 or out.dtype is not torch.float32:
         raise ValueError(f"activations on the CPU are float32, not {x.dtype} and {out.dtype}")
-    layout: Layout = w.layout
+    layout = w.layout  # Layout or QuantisedLayout
     lib = library.current
     calls = lib.freed if rows >= layout.long_rows else lib.held
-    if calls.ask_linear(layout.address, x.data_ptr(), rows, out.data_ptr()):
+    run = calls.ask_qlinear if layout.is_quantised else calls.ask_linear
+    if run(layout.address, x.data_ptr(), rows, out.data_ptr()):
         raise MemoryError(f"no memory for {rows} rows of {w.in_features} activations")
     return out

@@ -3,7 +3,7 @@
 from .activation import gelu_mul, silu_mul, soft_cap
 from .attention import paged_attention, prepare_plan
 from .experts import combine_experts, grouped_linear, pack_experts, route_experts
-from .linear import linear, pack_linear
+from .linear import linear, pack_linear, pack_quantised
 from .lora import lora_add
 from .norm import add_rms_norm, rms_norm
 from .rotary import rotary_kv_write
@@ -19,6 +19,7 @@ __all__ = [
     "mark_seen",
     "pack_experts",
     "pack_linear",
+    "pack_quantised",
     "paged_attention",
     "prepare_plan",
     "rms_norm",

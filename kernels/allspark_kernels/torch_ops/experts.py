@@ -6,14 +6,18 @@ import torch
 from torch.nn import functional
 
 from ..experts import PackedExperts, Routing
+from ..quantised import QuantisedWeight, Weight
 from ..types import PackedLinear
-from .linear import linear, pack_linear
+from .linear import linear, pack_linear, pack_quantised
 from .precision import wide
 
 
-def pack_experts(weights: Sequence[torch.Tensor], rounds_inputs: bool) -> PackedExperts:
+def pack_experts(weights: Sequence[Weight], rounds_inputs: bool) -> PackedExperts:
     """Every expert's [N, K] as ``pack_linear`` keeps it."""
-    layout = [pack_linear(weight, None, rounds_inputs) for weight in weights]
+    layout = [
+        pack_quantised(w, None) if isinstance(w, QuantisedWeight) else pack_linear(w, None, rounds_inputs)
+        for w in weights
+    ]
     first = layout[0]
     return PackedExperts(
         num_experts=len(layout),
@@ -24,6 +28,7 @@ def pack_experts(weights: Sequence[torch.Tensor], rounds_inputs: bool) -> Packed
         nbytes=sum(w.nbytes for w in layout),
         backend="torch",
         layout=layout,
+        is_quantised=isinstance(weights[0], QuantisedWeight),
     )
 
 

@@ -5,7 +5,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from ..quantised import QuantisedWeight
 from ..types import PackedLinear
+from .precision import wide
 
 
 class _Layout(NamedTuple):
@@ -37,8 +39,35 @@ def _unpack(packed: PackedLinear) -> torch.Tensor:
     return layout.weight.to(packed.dtype)
 
 
+def pack_quantised(weight: QuantisedWeight, bias: torch.Tensor | None) -> PackedLinear:
+    """Keep the codes; each product widens them anew."""
+    parts = (weight.codes, weight.scales, weight.offsets, bias)
+    return PackedLinear(
+        in_features=weight.codes.shape[1],
+        out_features=weight.codes.shape[0],
+        dtype=torch.float32,
+        device=weight.codes.device,
+        nbytes=sum(part.nbytes for part in parts if part is not None),
+        backend="torch",
+        layout=weight,
+        bias=bias,
+        unpacker=_dequantise,
+    )
+
+
+def _dequantise(packed: PackedLinear) -> torch.Tensor:
+    weight: QuantisedWeight = packed.layout
+    return weight.dequantise()
+
+
 def linear(x: torch.Tensor, w: PackedLinear, out: torch.Tensor | None) -> torch.Tensor:
     """x [T, K] -> [T, N]."""
+    if isinstance(w.layout, QuantisedWeight):
+        weight = w.layout.dequantise().to(wide(x).dtype)
+        y = functional.linear(wide(x), weight, None if w.bias is None else w.bias.to(weight.dtype)).to(
+            x.dtype
+        )
+        return y if out is None else out.copy_(y)
     layout: _Layout = w.layout
     if layout.input_dtype.itemsize < x.dtype.itemsize:
         x = x.to(layout.input_dtype).to(x.dtype)

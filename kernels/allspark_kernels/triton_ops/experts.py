@@ -16,8 +16,18 @@ import triton
 import triton.language as tl
 
 from ..experts import PackedExperts, Routing
+from ..quantised import QuantisedWeight, Weight
 from .product import AOT_DTYPES, SUM, product_constants
 from .variant import Variant, arch_of, next_power_of_2
+from .weight_tile import (
+    PLAIN,
+    form_constants,
+    lay_out,
+    plain_constants,
+    stack_layouts,
+    tile_arguments,
+    weight_tile,
+)
 
 TILE_ROWS = 64
 COMBINE_BLOCK, WARPS = 512, 4
@@ -67,6 +77,8 @@ def route_kernel(
 def grouped_linear_kernel(
     x_ptr,
     w_ptr,
+    scales_ptr,
+    offsets_ptr,
     out_ptr,
     order_ptr,
     tiles_ptr,
@@ -78,6 +90,9 @@ def grouped_linear_kernel(
     BLOCK_K: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
 ):
     tile = tiles_ptr + tl.program_id(0) * 3
     count = tl.load(tile + 2)
@@ -89,14 +104,17 @@ def grouped_linear_kernel(
     row_mask, column_mask = within < count, columns < N
     pairs = tl.load(order_ptr + first + within, mask=row_mask, other=0).to(tl.int64)
     x_rows = x_ptr + (pairs // SHARE)[:, None] * K
-    w_rows = w_ptr + (expert * N + columns)[None, :] * K
+    w_rows = expert * N + columns
     ks = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         inside = k + ks < K
         x = tl.load(x_rows + (k + ks)[None, :], mask=row_mask[:, None] & inside[None, :], other=0.0)
-        w = tl.load(w_rows + (k + ks)[:, None], mask=inside[:, None] & column_mask[None, :], other=0.0)
-        part = tl.dot(x.to(OPERAND), w.to(OPERAND), acc.to(SUM), input_precision=PRECISION)
+        w = weight_tile(
+            w_ptr, scales_ptr, offsets_ptr, w_rows, column_mask, k + ks, K,
+            FORM, SCALE_GROUP, HAS_OFFSET, OPERAND,
+        )  # fmt: skip
+        part = tl.dot(x.to(OPERAND), w, acc.to(SUM), input_precision=PRECISION)
         acc = part.to(tl.float32)
     where = out_ptr + pairs[:, None] * N + columns[None, :]
     tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
@@ -131,11 +149,22 @@ def combine_kernel(
     tl.store(out_ptr + row * H + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def pack_experts(weights: Sequence[torch.Tensor], rounds_inputs: bool) -> PackedExperts:
+def pack_experts(weights: Sequence[Weight], rounds_inputs: bool) -> PackedExperts:
     """Experts behind each other, row-major: [E, N, K]. Activations have the weights' dtype already."""
-    layout = torch.stack(tuple(weights))
-    num_experts, n, k = layout.shape
-    return PackedExperts(num_experts, k, n, layout.dtype, layout.device, layout.nbytes, "triton", layout)
+    first = weights[0]
+    stored = first.codes if isinstance(first, QuantisedWeight) else first
+    layout = stack_layouts([lay_out(weight) for weight in weights])
+    return PackedExperts(
+        num_experts=len(weights),
+        in_features=stored.shape[1],
+        out_features=stored.shape[0],
+        dtype=torch.float32 if isinstance(first, QuantisedWeight) else stored.dtype,
+        device=stored.device,
+        nbytes=layout.nbytes,
+        backend="triton",
+        layout=layout,
+        is_quantised=isinstance(first, QuantisedWeight),
+    )
 
 
 def route_experts(logits: torch.Tensor, top_k: int, is_normalised: bool) -> Routing:
@@ -170,17 +199,21 @@ def _sort_pairs(ids: torch.Tensor, num_experts: int) -> SortedPairs:
     return SortedPairs(order, tiles)
 
 
-def _config(arch: str, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, int]]:
+def _config(arch: str, dtype: torch.dtype, form: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
     """Constants and launch options."""
     is_float32 = dtype == torch.float32
-    block_n, block_k = (64, 16) if is_float32 else (128, 64)
+    is_quantised = form["FORM"] != PLAIN
+    block_n, block_k = (64, 16) if is_float32 else (64 if is_quantised else 128, 64)
     constants = {
         "BLOCK_M": TILE_ROWS,
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         **product_constants(arch, dtype),
     }
-    return constants, {"num_warps": 4, "num_stages": 2 if is_float32 or arch.startswith("gfx") else 4}
+    return constants, {
+        "num_warps": 4,
+        "num_stages": 2 if is_float32 or is_quantised or arch.startswith("gfx") else 4,
+    }
 
 
 def grouped_linear(x: torch.Tensor, w: PackedExperts, routing: Routing) -> torch.Tensor:
@@ -188,13 +221,14 @@ def grouped_linear(x: torch.Tensor, w: PackedExperts, routing: Routing) -> torch
     tokens, top_k = routing.ids.shape
     pairs: SortedPairs = routing.state
     out = torch.empty((tokens, top_k, w.out_features), dtype=x.dtype, device=x.device)
-    constants, options = _config(arch_of(x.device), x.dtype)
+    weights, form = tile_arguments(w.layout)
+    constants, options = _config(arch_of(x.device), x.dtype, form)
     if tokens:
         grid = (pairs.tiles.shape[0], triton.cdiv(w.out_features, constants["BLOCK_N"]))
         share = top_k if x.ndim == 2 else 1
         sizes = (w.out_features, w.in_features, share)
         grouped_linear_kernel[grid](
-            x, w.layout, out, pairs.order, pairs.tiles, *sizes, **constants, **options
+            x, *weights, out, pairs.order, pairs.tiles, *sizes, **constants, **form, **options
         )
     return out
 
@@ -222,21 +256,26 @@ def combine_experts(
     return out
 
 
+AOT_QUANTISED = ("bf16", torch.bfloat16, form_constants(4, 128, True))
+
+
 def variants(arch: str) -> list[Variant]:
     """Compilations to check: routing, the product in each dtype, the sum."""
     route_types = {"logits_ptr": "*bf16", "ids_ptr": "*i32", "weights_ptr": "*fp32", "E": "i32"}
     route_constants = {"TOP_K": 8, "BLOCK": 128, "IS_NORMALISED": True}
     found = [Variant("route[bf16,E=128,k=8]", route_kernel, route_types, route_constants, WARPS)]
-    for name, dtype in AOT_DTYPES.items():
-        constants, options = _config(arch, dtype)
-        types = dict.fromkeys(("x_ptr", "w_ptr", "out_ptr"), f"*{name}")
-        types |= {"order_ptr": "*i32", "tiles_ptr": "*i32", "N": "i32", "K": "i32"}
+    for name, dtype, form in (*((n, d, plain_constants()) for n, d in AOT_DTYPES.items()), AOT_QUANTISED):
+        constants, options = _config(arch, dtype, form)
+        code = form["FORM"]
+        types = dict.fromkeys(("x_ptr", "out_ptr"), f"*{name}")
+        types |= {"w_ptr": f"*{name}" if code == 0 else "*u8", "order_ptr": "*i32", "tiles_ptr": "*i32"}
+        types |= dict.fromkeys(("scales_ptr", "offsets_ptr"), f"*{name}" if code == 0 else "*fp16")
         found.append(
             Variant(
-                name=f"grouped_linear[{name}]",
+                name=f"grouped_linear[{name},form={code}]",
                 kernel=grouped_linear_kernel,
-                types=types,
-                constants={**constants, "SHARE": 8},
+                types={**types, "N": "i32", "K": "i32"},
+                constants={**constants, "SHARE": 8, **form},
                 **options,
                 is_matrix_product=True,
                 aligned=("N", "K"),

@@ -84,28 +84,34 @@ static const float *input_of(const struct pairs *p, int32_t pair) {
     return p->x + (p->each_own ? pair : pair / p->top_k) * p->k;
 }
 
+/* `w` is a struct qlinear or a struct linear. */
+static int multiply(const void *w, int is_quantised, const float *x, int64_t rows, float *out) {
+    return is_quantised ? ask_qlinear(w, x, rows, out) : ask_linear(w, x, rows, out);
+}
+
 /* Every pair of one expert, `order[0..count)`: rows are gathered, multiplied together and scattered. */
-static int run_expert(const struct linear *w, const struct pairs *p, const int32_t *order, int64_t count,
+static int run_expert(const void *w, int is_quantised, const struct pairs *p, const int32_t *order, int64_t count,
                       float *rows, float *results) {
-    if (count == 1) return ask_linear(w, input_of(p, *order), 1, p->out + *order * p->n);
+    if (count == 1) return multiply(w, is_quantised, input_of(p, *order), 1, p->out + *order * p->n);
     for (int64_t i = 0; i < count; i++)
         memcpy(rows + i * p->k, input_of(p, order[i]), (size_t)p->k * sizeof(float));
-    if (ask_linear(w, rows, count, results)) return 1;
+    if (multiply(w, is_quantised, rows, count, results)) return 1;
     for (int64_t i = 0; i < count; i++)
         memcpy(p->out + order[i] * p->n, results + i * p->n, (size_t)p->n * sizeof(float));
     return 0;
 }
 
-/* `experts`: one weight each, all [n, k]. rows [tokens * top_k, k] and results [tokens * top_k, n] are scratch
+/* `experts`: one weight each, all [n, k], all quantised or none. rows [tokens * top_k, k] and results [tokens * top_k, n] are scratch
  * memory. A row's chain is that of ask_linear, hence independent of how many rows its expert got. */
-EXPORT int ask_grouped_linear(const struct linear *const *experts, int64_t num_experts, const int32_t *order,
+EXPORT int ask_grouped_linear(const void *const *experts, int64_t num_experts, const int32_t *order,
                               const int32_t *starts, const float *x, int64_t each_own, int64_t tokens,
-                              int64_t top_k, float *rows, float *results, float *out) {
+                              int64_t top_k, float *rows, float *results, float *out, int64_t is_quantised) {
     if (tokens <= 0) return 0;
-    struct pairs p = {x, each_own, top_k, experts[0]->k, experts[0]->n, out};
+    const int64_t *size = experts[0]; /* both kinds begin with n and k */
+    struct pairs p = {x, each_own, top_k, size[1], size[0], out};
     for (int64_t e = 0; e < num_experts; e++) {
         int64_t count = starts[e + 1] - starts[e];
-        if (count && run_expert(experts[e], &p, order + starts[e], count, rows, results)) return 1;
+        if (count && run_expert(experts[e], (int)is_quantised, &p, order + starts[e], count, rows, results)) return 1;
     }
     return 0;
 }

@@ -10,6 +10,10 @@ struct step;
 /* x [rows, k], out [rows, n], both contiguous. Returns 0, or 1 without memory for the packed activations. */
 int ask_linear(const struct linear *w, const float *x, int64_t rows, float *out);
 
+/* The same with a weight that stays quantised, see qlinear.c. */
+struct qlinear;
+int ask_qlinear(const struct qlinear *w, const float *x, int64_t rows, float *out);
+
 /* x [rows, width] with rows ldx apart; residual (may be NULL) and out contiguous. */
 void ask_rms_norm(const float *x, int64_t ldx, float *residual, const float *weight, float eps, float *out,
                   int64_t rows, int64_t width);
@@ -17,9 +21,9 @@ void ask_rms_norm(const float *x, int64_t ldx, float *residual, const float *wei
 /* Mixture of experts, see experts.c. */
 void ask_route_experts(const float *logits, int64_t rows, int64_t experts, int64_t top_k, int64_t is_normalised,
                        int32_t *ids, float *weights, int32_t *order, int32_t *starts);
-int ask_grouped_linear(const struct linear *const *experts, int64_t num_experts, const int32_t *order,
+int ask_grouped_linear(const void *const *experts, int64_t num_experts, const int32_t *order,
                        const int32_t *starts, const float *x, int64_t each_own, int64_t tokens, int64_t top_k,
-                       float *rows, float *results, float *out);
+                       float *rows, float *results, float *out, int64_t is_quantised);
 void ask_combine_experts(const float *parts, const float *weights, const float *shared, const float *gate,
                          float *out, int64_t rows, int64_t top_k, int64_t width);
 

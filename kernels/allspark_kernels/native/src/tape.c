@@ -5,7 +5,7 @@
 
 /* Functions of the binding; the numbers are mirrored there. */
 enum { CALL_LINEAR, CALL_RMS_NORM, CALL_SILU_MUL, CALL_ROTARY, CALL_ATTENTION, CALL_GELU_MUL, CALL_SOFT_CAP,
-       CALL_ROUTE, CALL_GROUPED, CALL_COMBINE };
+       CALL_ROUTE, CALL_GROUPED, CALL_COMBINE, CALL_QLINEAR };
 
 /* Integers and addresses in the order of the function's arguments; a float argument leaves a gap, and the floats
  * follow in their own order. */
@@ -37,7 +37,8 @@ static int run_call(const struct call *c, int64_t live) {
     case CALL_SOFT_CAP: ask_soft_cap(P(0), ROWS(1), a[2], (float)c->f[0]); return 0;
     case CALL_ROUTE: ask_route_experts(P(0), ROWS(1), a[2], a[3], a[4], P(5), P(6), P(7), P(8)); return 0;
     case CALL_GROUPED:
-        return ask_grouped_linear(P(0), a[1], P(2), P(3), P(4), a[5], ROWS(6), a[7], P(8), P(9), P(10));
+        return ask_grouped_linear(P(0), a[1], P(2), P(3), P(4), a[5], ROWS(6), a[7], P(8), P(9), P(10), a[11]);
+    case CALL_QLINEAR: return ask_qlinear(P(0), P(1), ROWS(2), P(3));
     default: ask_combine_experts(P(0), P(1), P(2), P(3), P(4), ROWS(5), a[6], a[7]); return 0;
     }
 }
