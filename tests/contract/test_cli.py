@@ -53,6 +53,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["gateway", "--grpc", "0.0.0.0:1"], EXIT_USAGE, "--allow-remote"),
         (["generate"], EXIT_USAGE, "required: prompt"),
         (["generate", "Hi", "--system", "x"], EXIT_USAGE, "--system needs --chat"),
+        (["generate", "Hi", "--regex=a", "--grammar=b"], EXIT_USAGE, "one of --json-schema, --regex and"),
         (["generate", "Hi", "--model", "other"], EXIT_FAILED, "--tokenizer"),
         (["generate", "Hi", "--model", "m", "--tokenizer", "/no/such"], EXIT_FAILED, "does not exist"),
         (["up", "--model", "/no/such/model"], EXIT_FAILED, "does not exist"),

@@ -106,6 +106,23 @@ def test_generate_answers_through_either_gateway(up: Up) -> None:
         assert re.search(r"\d+ tokens, [\d.]+ tokens/s, first token after \d+ ms, ended by eos", done.stderr)
 
 
+def test_generate_follows_a_schema_a_regex_or_a_grammar(up: Up, tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.gbnf"
+    schema.write_text('{"enum": ["Paris", "größer"]}', encoding="utf-8")
+    grammar.write_text('root ::= "It is " ("Paris" | "Rome") "."', encoding="utf-8")
+    for flag, expected in [
+        (f"--json-schema={schema}", '"Paris"\n'),
+        ("--regex=(Rome|Paris)!{3}", "Paris!!!\n"),
+        (f"--grammar={grammar}", "It is Paris.\n"),
+    ]:
+        done = allspark("generate", "--chat", "What is the capital of France?", *up.grpc, flag, "--no-stats")
+        assert (done.returncode, done.stdout) == (0, expected), done.stderr
+    missing = allspark("generate", "Hi", *up.grpc, f"--json-schema={tmp_path}/none.json")
+    assert (missing.returncode, "cannot read" in missing.stderr) == (1, True), missing.stderr
+    broken = allspark("generate", "Hi", *up.grpc, "--regex=(a")
+    assert (broken.returncode, "unclosed group" in broken.stderr) == (1, True), broken.stderr
+
+
 def test_sampled_text_depends_on_the_seed_only(up: Up) -> None:
     def sample(seed: int) -> str:
         flags = ["--do-sample", "--temperature=0.9", f"--seed={seed}", "--max-new-tokens=12", "--no-stats"]
