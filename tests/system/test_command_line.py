@@ -59,15 +59,16 @@ class Up(NamedTuple):
 
 def read_until(stream: IO[str], wanted: str) -> str:
     """Everything up to a line that contains ``wanted``; fails if none comes."""
-    shown = ""
+    shown = b""
+    # Not readline: what it has buffered no select sees, and lines that come together would wait for ever.
     while select.select([stream], [], [], START_TIMEOUT_S)[0]:
-        line = stream.readline()
-        shown += line
-        if wanted in line:
-            return shown
-        if not line:
+        read = os.read(stream.fileno(), 65536)
+        shown += read
+        if wanted.encode() in shown.rpartition(b"\n")[0]:
+            return shown.decode()
+        if not read:
             break
-    raise AssertionError(f"{wanted!r} did not come; shown: {shown}")
+    raise AssertionError(f"{wanted!r} did not come; shown: {shown.decode()}")
 
 
 @pytest.fixture(scope="module")
