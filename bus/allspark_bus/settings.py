@@ -41,6 +41,7 @@ ENV_PREFIX = "ALLSPARK_"
 #: Tables that a configuration file may hold: one per command, so that one file can describe a whole fleet.
 CONFIG_TABLES = (
     *("up", "gateway", "broker", "worker", "load", "generate", "status", "bench", "demo"),
+    "certs",
     "dashinfer-shim",
 )
 
@@ -121,8 +122,8 @@ class ProcessSettings(Settings):
     drain_s: Seconds = 30.0
     """After SIGTERM, how long running work may take to finish before it is handed over or cut off."""
     allow_remote: bool = False
-    """Allow listening on addresses that other machines can reach. Nothing is encrypted or authenticated yet:
-    use it only inside a network you trust."""
+    """Allow listening without TLS and tokens (gRPC) or CURVE (ZeroMQ) on addresses that other machines can
+    reach: use it only inside a network you trust."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity that is logged, on standard error."""
     ready_fd: int | None = None
@@ -132,12 +133,17 @@ class ProcessSettings(Settings):
         """Addresses that this process binds; a subclass that listens overrides it."""
         return ()
 
+    def is_secured(self) -> bool:
+        """Whether what it binds is encrypted and asks who calls; a subclass that listens overrides it."""
+        return False
+
     @model_validator(mode="after")
     def _only_local_unless_allowed(self) -> Self:
         remote = [address for address in self.listening_on() if not is_local_address(address)]
-        if remote and not self.allow_remote:
+        if remote and not self.is_secured() and not self.allow_remote:
             raise ValueError(
-                f"{', '.join(remote)} can be reached from other machines; add --allow-remote to accept that"
+                f"{', '.join(remote)} can be reached from other machines, and is not secured "
+                "(docs/security.md); add --allow-remote to accept that"
             )
         return self
 

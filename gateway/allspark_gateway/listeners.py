@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from allspark_gateway.settings import GatewaySettings
+from allspark_gateway.tls import CertificateFiles, TlsError
 
 DEFAULT_TENANT = "default"
 UNIX = "unix:"
@@ -41,6 +42,11 @@ class Listener:
             maximum_concurrent_rpcs=settings.max_calls, options=_options(int(settings.max_message_bytes))
         )
         self._inode = 0
+        self._files = (
+            CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+            if settings.tls_cert and settings.tls_key and not address.startswith(UNIX)
+            else None
+        )
 
     async def open(self) -> None:
         """Binds and serves; raises ListenError."""
@@ -53,10 +59,13 @@ class Listener:
 
     def _bind(self, address: str) -> int:
         try:
-            port = self.server.add_insecure_port(address)
+            if self._files is None:
+                return self.server.add_insecure_port(address)
+            return self.server.add_secure_port(address, self._files.credentials())
+        except TlsError as e:
+            raise ListenError(f"cannot serve TLS on {address}: {e}") from e
         except RuntimeError as e:
             raise ListenError(f"cannot listen on {address}: in use, or not of this machine") from e
-        return port
 
     def _bind_unix(self, path: Path) -> None:
         if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:

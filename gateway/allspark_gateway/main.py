@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 
+import grpc
 import uvloop
 from allspark_bus.broker_client import BrokerClient
 from allspark_bus.ledger import Ledger, Ttl
@@ -16,13 +17,15 @@ from allspark_bus.wakeups import Wakeups
 
 from allspark_gateway.calls import FleetCalls
 from allspark_gateway.deliveries import Deliveries
-from allspark_gateway.listeners import Listener, ListenError, tenant_of
+from allspark_gateway.guard import Guard
+from allspark_gateway.listeners import UNIX, Listener, ListenError, tenant_of
 from allspark_gateway.readers import Readers
 from allspark_gateway.readiness import Readiness
 from allspark_gateway.results import Results
 from allspark_gateway.service import GatewayLeaves, InFlight, Service
 from allspark_gateway.settings import GatewaySettings
 from allspark_gateway.sync import Sync
+from allspark_gateway.tokens import TokenFileError, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -54,17 +57,32 @@ class Gateway:
 
     async def open(self) -> None:
         """Begins to serve; raises ListenError."""
+        tokens = self._read_tokens()
         for listener in self.listeners:
-            tenant = tenant_of(listener.address)
-            may_shutdown = listener.address in self._settings.allow_shutdown
-            calls = FleetCalls(self._broker, self._settings, tenant, may_shutdown=may_shutdown)
-            results = Results(self._streams, self._readers, self._deliveries, self._settings, tenant)
-            sync = Sync(self._streams, self._readers, self._ledger, results, tenant)
-            service = Service(calls, results, sync, self._in_flight)
-            listener.server.add_generic_rpc_handlers((service, self._readiness.handler()))
+            listener.server.add_generic_rpc_handlers(self._handlers(listener.address, tokens))
         for listener in self.listeners:
             await listener.open()
         await self._readiness.start()
+
+    def _read_tokens(self) -> Tokens | None:
+        try:
+            return Tokens(self._settings.tokens) if self._settings.tokens else None
+        except TokenFileError as e:
+            raise ListenError(str(e)) from e
+
+    def _handlers(self, address: str, tokens: Tokens | None) -> tuple[grpc.GenericRpcHandler, ...]:
+        """What an address serves; with tokens the tenant is that of the token, not of the listener."""
+        may_shutdown = address in self._settings.allow_shutdown
+        health = self._readiness.handler()
+        if tokens is None or address.startswith(UNIX):
+            return self._service(tenant_of(address), may_shutdown), health
+        return (Guard(tokens, self._service, health, may_shutdown=may_shutdown),)
+
+    def _service(self, tenant: str, may_shutdown: bool) -> Service:
+        calls = FleetCalls(self._broker, self._settings, tenant, may_shutdown=may_shutdown)
+        results = Results(self._streams, self._readers, self._deliveries, self._settings, tenant)
+        sync = Sync(self._streams, self._readers, self._ledger, results, tenant)
+        return Service(calls, results, sync, self._in_flight)
 
     def stop(self) -> None:
         """Ends `wait`."""

@@ -1,5 +1,6 @@
 """Settings of a gateway."""
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
 from allspark_bus.setting_types import Count, GrpcAddresses, Metavar, Seconds, Size, ZmqEndpoints
@@ -33,10 +34,23 @@ class GatewaySettings(ProcessSettings):
     at once. The first token and the end of a request never wait."""
     allow_shutdown: GrpcAddresses = ()
     """Listener (one of --grpc) whose callers may stop the whole fleet with ShutdownService."""
+    tls_cert: Annotated[Path | None, Metavar("FILE")] = None
+    """Certificate (PEM, with its chain) for TLS on the HOST:PORT addresses; read again when it changes."""
+    tls_key: Annotated[Path | None, Metavar("FILE")] = None
+    """Private key of --tls-cert (PEM)."""
+    tls_client_ca: Annotated[Path | None, Metavar("FILE")] = None
+    """Admit only callers whose certificate one of these authorities (PEM) has signed."""
+    tokens: Annotated[Path | None, Metavar("FILE")] = None
+    """Token file (TOML): every call to a HOST:PORT address needs one of its tokens; read again when it
+    changes. unix: addresses need none: only this user can connect to them."""
 
     def listening_on(self) -> tuple[str, ...]:
         """The gRPC addresses."""
         return self.grpc
+
+    def is_secured(self) -> bool:
+        """Encrypted, and every caller shows a token."""
+        return self.tls_cert is not None and self.tokens is not None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -46,4 +60,13 @@ class GatewaySettings(ProcessSettings):
             raise ValueError("a gateway needs at least one --broker endpoint")
         if stray := set(self.allow_shutdown) - set(self.grpc):
             raise ValueError(f"--allow-shutdown names {', '.join(sorted(stray))}, which is not among --grpc")
+        self._check_files()
         return self
+
+    def _check_files(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key belong together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+        if (self.tls_cert or self.tokens) and all(address.startswith("unix:") for address in self.grpc):
+            raise ValueError("--tls-cert and --tokens are for HOST:PORT addresses, and --grpc has none")

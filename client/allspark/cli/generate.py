@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from allspark import demo_model
+from allspark.cli.access import access_of
 from allspark.cli.console import err
 from allspark.cli.errors import CommandError
 from allspark.cli.models import resolve
@@ -18,11 +19,12 @@ from allspark.text import TextError, Tokenizer, load_tokenizer
 def run(argv: Sequence[str]) -> int:
     """Stream the answer to standard output. 0: finished, 1: refused or interrupted, 130: Ctrl-C."""
     settings = GenerateSettings.load(argv)
+    access = access_of(settings, settings.grpc)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # release the request on SIGTERM as on Ctrl-C
     try:
         tokenizer = load_tokenizer(_tokenizer_path(settings))
         prompt = _encode(tokenizer, settings)
-        with Client(settings.grpc) as client:
+        with Client(settings.grpc, access=access) as client:
             stream_answer(
                 client, settings.model, prompt, make_options(tokenizer, settings), tokenizer, settings.stats
             )

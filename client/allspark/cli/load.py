@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from allspark.cli.access import access_of
 from allspark.cli.console import activity, out
 from allspark.cli.errors import CommandError
 from allspark.cli.settings import LoadSettings
@@ -18,7 +19,8 @@ def run(argv: Sequence[str]) -> int:
         cache_mode=CACHE_MODES[settings.cache_mode],
         lora_names=settings.lora_names,
     )
-    with Client(settings.grpc, model_timeout_s=settings.timeout_s) as client:
+    access = access_of(settings, settings.grpc)
+    with Client(settings.grpc, model_timeout_s=settings.timeout_s, access=access) as client:
         for text in settings.model:
             path, _, name = text.partition("=")
             try:

@@ -13,13 +13,37 @@ from allspark_bus.setting_types import (
     Size,
     StrList,
     ZmqEndpoints,
+    split_list,
 )
 from allspark_bus.settings import Alias, Positional, Settings
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode
+
+
+def _not_reserved(name: str) -> str:
+    if name in ("admin", "operator"):
+        raise ValueError(f"{name!r} is the operator's: choose another name")
+    return name
+
 
 CacheModeName = Literal["default", "int8", "uint4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+#: Of a tenant that a token is made for: also the token's name, so no dot, and neither the operator's.
+TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$"), AfterValidator(_not_reserved)]
 Natural = Annotated[int, Field(ge=0), Metavar("N")]
+
+
+class AccessSettings(Settings):
+    """What the commands that call a gateway have in common."""
+
+    tls_ca: Annotated[Path | None, Metavar("FILE")] = None
+    """Certificates (PEM) of the authorities that gateways are trusted by; turns TLS on for HOST:PORT."""
+    tls_cert: Annotated[Path | None, Metavar("FILE")] = None
+    """Own certificate (PEM), for gateways that ask for one."""
+    tls_key: Annotated[Path | None, Metavar("FILE")] = None
+    """Private key of --tls-cert (PEM)."""
+    token_file: Annotated[Path | None, Metavar("FILE")] = None
+    """File that holds the token to call with."""
 
 
 class FleetSettings(Settings):
@@ -73,7 +97,7 @@ class UpSettings(FleetSettings):
     profile: bool = False
     """Measure every operator for GetOpProfilingInfo."""
     allow_remote: bool = False
-    """Allow --grpc addresses that other machines can reach. Nothing is encrypted or authenticated yet."""
+    """Allow --grpc addresses that other machines can reach."""
     allow_shutdown: GrpcAddresses = ()
     """Address of --grpc whose callers may stop the whole fleet with ShutdownService."""
     drain_s: Seconds = 30.0
@@ -82,7 +106,7 @@ class UpSettings(FleetSettings):
     """How long one process may take to start."""
 
 
-class LoadSettings(Settings):
+class LoadSettings(AccessSettings):
     """Build and start models on a fleet that runs already."""
 
     command: ClassVar[str] = "load"
@@ -106,7 +130,7 @@ class LoadSettings(Settings):
     """How long one model may take to load."""
 
 
-class DashinferShimSettings(Settings):
+class DashinferShimSettings(AccessSettings):
     """Write a directory for the AS_DAEMON_PATH of DashInfer 1.x programs, which then run on a fleet."""
 
     command: ClassVar[str] = "dashinfer-shim"
@@ -119,6 +143,29 @@ class DashinferShimSettings(Settings):
     """What the program's name of a model means: a model of the fleet. * as NAME is every other name. With
     PATH, as the workers see it, the model is built from there if the fleet does not have it. Repeat for
     several. Default: the fleet's model of the same name."""
+
+
+class CertsSettings(Settings):
+    """Write a development set of what secures a fleet: authority, certificates, tokens (docs/security.md)."""
+
+    command: ClassVar[str] = "certs"
+
+    directory: Annotated[Path, Positional()]
+    """Directory to write; nothing may be in it yet."""
+    host: Annotated[StrList, Metavar("HOST")] = ()
+    """Name or IP address of a server besides localhost. Repeat for several."""
+    tenant: Annotated[tuple[TenantName, ...], NoDecode, BeforeValidator(split_list), Metavar("NAME")] = (
+        "default",
+    )
+    """Tenant that gets a token with the scope infer. Repeat for several."""
+    days: Count = 365
+    """How long the certificates are valid."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len(set(self.tenant)) < len(self.tenant):
+            raise ValueError("--tenant names one twice")
+        return self
 
 
 class SamplingSettings(Settings):
@@ -166,7 +213,7 @@ class SamplingSettings(Settings):
         return self
 
 
-class GenerateSettings(SamplingSettings):
+class GenerateSettings(SamplingSettings, AccessSettings):
     """Send a prompt to a fleet and stream the text that it generates."""
 
     command: ClassVar[str] = "generate"
@@ -193,7 +240,7 @@ class GenerateSettings(SamplingSettings):
         return self
 
 
-class StatusSettings(Settings):
+class StatusSettings(AccessSettings):
     """Show the models, workers and requests of a fleet."""
 
     command: ClassVar[str] = "status"
@@ -279,6 +326,7 @@ def all_settings() -> list[type[Settings]]:
         *processes,
         UpSettings,
         LoadSettings,
+        CertsSettings,
         DashinferShimSettings,
         GenerateSettings,
         StatusSettings,

@@ -15,9 +15,10 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from rich.table import Table
 
+from allspark.cli.access import access_of
 from allspark.cli.console import err, out
 from allspark.cli.settings import StatusSettings
-from allspark.client import AllSparkError, AsyncClient
+from allspark.client import Access, AllSparkError, AsyncClient
 
 # Field of the message -> heading.
 _MODEL_COLUMNS = {"name": "model", "state": "state", "workers": "workers", "queued_requests": "waiting"}
@@ -58,35 +59,37 @@ def run(argv: Sequence[str]) -> int:
 
 async def collect(settings: StatusSettings) -> dict[str, Any]:
     """What gateways and brokers say, as plain data."""
+    addresses, limit_s = settings.gateways(), settings.timeout_s
+    access = access_of(settings, addresses)
     gateways, brokers = await asyncio.gather(
-        asyncio.gather(*(_ask_gateway(address, settings.timeout_s) for address in settings.gateways())),
+        asyncio.gather(*(_ask_gateway(address, limit_s, access) for address in addresses)),
         asyncio.gather(*(_ask_broker(endpoint, settings.timeout_s) for endpoint in settings.broker)),
     )
     listed = [model["name"] for broker in brokers for model in broker.get("models", ())]
     alive = [gateway["address"] for gateway in gateways if "error" not in gateway]
     names = list(dict.fromkeys([*settings.model, *listed]))
-    stats = await _ask_stats(alive, names, settings.timeout_s) if alive else []
+    stats = await _ask_stats(alive, names, limit_s, access) if alive else []
     return {"gateways": gateways, "brokers": brokers, "stats": stats}
 
 
-async def _ask_gateway(address: str, timeout_s: float) -> dict[str, Any]:
-    async with AsyncClient(address, timeout_s=timeout_s, retry_s=timeout_s) as client:
+async def _ask_gateway(address: str, timeout_s: float, access: Access) -> dict[str, Any]:
+    async with AsyncClient(address, timeout_s=timeout_s, retry_s=timeout_s, access=access) as client:
         try:
             version = await client.version()
         except AllSparkError as error:
             return {"address": address, "error": str(error)}
-    if not await _is_ready(address, timeout_s):
+    if not await _is_ready(address, timeout_s, access):
         reason = f"gateway {address} is not ready: it does not reach its broker or its store"
         return {"address": address, "version": version, "error": reason}
     return {"address": address, "version": version}
 
 
-async def _is_ready(address: str, timeout_s: float) -> bool:
+async def _is_ready(address: str, timeout_s: float, access: Access) -> bool:
     """What the gRPC health protocol says; a server that does not speak it is ready when it answers."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with access.aio_channel(address, ()) as channel:
         stub: Any = HealthStub(channel)  # its published types know no methods
         try:
-            reply = await stub.Check(HealthCheckRequest(), timeout=timeout_s)
+            reply = await stub.Check(HealthCheckRequest(), timeout=timeout_s, metadata=access.metadata())
         except grpc.aio.AioRpcError as error:
             return error.code() is grpc.StatusCode.UNIMPLEMENTED
         return bool(reply.status == HealthCheckResponse.SERVING)
@@ -105,9 +108,9 @@ async def _ask_broker(endpoint: str, timeout_s: float) -> dict[str, Any]:
 
 
 async def _ask_stats(
-    addresses: Sequence[str], names: Sequence[str], timeout_s: float
+    addresses: Sequence[str], names: Sequence[str], timeout_s: float, access: Access
 ) -> list[dict[str, Any]]:
-    async with AsyncClient(addresses, timeout_s=timeout_s, retry_s=timeout_s) as client:
+    async with AsyncClient(addresses, timeout_s=timeout_s, retry_s=timeout_s, access=access) as client:
         return [_to_dict(await client.stat(name)) for name in names]
 
 

@@ -13,13 +13,22 @@ Any address serves any request: when one stops answering, the next one is asked 
 client's own cursor makes every token arrive exactly once. Imports the contracts and grpcio only.
 """
 
+from allspark.client.access import Access
 from allspark.client.aio import AsyncClient, AsyncRequest
-from allspark.client.errors import AllSparkError, FleetUnavailable, RequestInterrupted, StatusError
+from allspark.client.errors import (
+    AccessDenied,
+    AllSparkError,
+    FleetUnavailable,
+    RequestInterrupted,
+    StatusError,
+)
 from allspark.client.options import CACHE_MODES, GenerateOptions, ModelOptions
 from allspark.client.sync import Client, Request
 
 __all__ = [
     "CACHE_MODES",
+    "Access",
+    "AccessDenied",
     "AllSparkError",
     "AsyncClient",
     "AsyncRequest",

@@ -12,6 +12,7 @@ import grpc.aio
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto.allspark_service_pb2_grpc import AllSparkStub
 
+from allspark.client.access import Access
 from allspark.client.calls import (
     CHANNEL_OPTIONS,
     GET_WAIT_S,
@@ -36,8 +37,11 @@ class AsyncClient:
         timeout_s: float = 15.0,
         model_timeout_s: float = 600.0,
         retry_s: float = 30.0,
+        access: Access | None = None,
     ) -> None:
+        self._access = access or Access()
         self._route = Route(addresses, retry_s)
+        self._access.check(self._route.addresses)
         self._timeout_s = timeout_s
         self._model_timeout_s = model_timeout_s
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -141,7 +145,9 @@ class AsyncClient:
     async def _once(
         self, address: str, name: str, message: object, timeout_s: float, metadata: Sequence[tuple[str, str]]
     ) -> tuple[Any, dict[str, str]]:
-        call = getattr(self._stub(address), name)(message, timeout=timeout_s, metadata=tuple(metadata))
+        call = getattr(self._stub(address), name)(
+            message, timeout=timeout_s, metadata=self._access.metadata(metadata)
+        )
         reply = await call
         return reply, trailing_texts(await call.trailing_metadata())
 
@@ -151,7 +157,7 @@ class AsyncClient:
 
     def _stub(self, address: str) -> object:
         if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channels[address] = self._access.aio_channel(address, CHANNEL_OPTIONS)
         return AllSparkStub(self._channels[address])
 
     async def __aenter__(self) -> Self:

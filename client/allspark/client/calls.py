@@ -8,7 +8,13 @@ import grpc
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import metadata
 
-from allspark.client.errors import AllSparkError, FleetUnavailable, RequestInterrupted, StatusError
+from allspark.client.errors import (
+    AccessDenied,
+    AllSparkError,
+    FleetUnavailable,
+    RequestInterrupted,
+    StatusError,
+)
 
 MAX_MESSAGE_BYTES = 64 << 20
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -35,6 +41,7 @@ _RETRYABLE = frozenset(
         grpc.StatusCode.CANCELLED,  # a gateway that shuts down cancels the calls it still has
     }
 )
+_DENIED = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 
 
 class Route:
@@ -70,6 +77,8 @@ class Attempts:
 
     def failed(self, address: str, code: grpc.StatusCode, details: str) -> float:
         """Seconds to wait before the next try; raises when there should be none."""
+        if code in _DENIED:
+            raise AccessDenied(f"{self.call} at {address}: {details} ({code.name})")
         if code not in _RETRYABLE:
             raise AllSparkError(f"{self.call} at {address}: {details} ({code.name})")
         now = self.clock()

@@ -11,6 +11,10 @@ class FleetUnavailable(AllSparkError):
     """No gateway answered within the retry time; the request, if it was accepted, lives on."""
 
 
+class AccessDenied(AllSparkError):
+    """The gateway knows no such token, or the token lacks the scope that the call needs."""
+
+
 class StatusError(AllSparkError):
     """The fleet answered with an AS_STATUS other than success.
 

@@ -11,6 +11,7 @@ import grpc
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto.allspark_service_pb2_grpc import AllSparkStub
 
+from allspark.client.access import Access
 from allspark.client.calls import (
     CHANNEL_OPTIONS,
     GET_WAIT_S,
@@ -30,7 +31,7 @@ class Client:
 
     ``addresses``: one or several, ``HOST:PORT`` or ``unix:/path``. ``timeout_s`` bounds one try of a call,
     ``model_timeout_s`` one that loads or drains a model, ``retry_s`` the time without any answer after which
-    ``FleetUnavailable`` is raised.
+    ``FleetUnavailable`` is raised. ``access``: certificates and token, for a fleet that asks for them.
     """
 
     def __init__(
@@ -40,8 +41,11 @@ class Client:
         timeout_s: float = 15.0,
         model_timeout_s: float = 600.0,
         retry_s: float = 30.0,
+        access: Access | None = None,
     ) -> None:
+        self._access = access or Access()
         self._route = Route(addresses, retry_s)
+        self._access.check(self._route.addresses)
         self._timeout_s = timeout_s
         self._model_timeout_s = model_timeout_s
         self._lock = threading.Lock()
@@ -152,7 +156,7 @@ class Client:
         self, address: str, name: str, message: object, timeout_s: float, metadata: Sequence[tuple[str, str]]
     ) -> tuple[Any, dict[str, str]]:
         method = getattr(self._stub(address), name)
-        reply, call = method.with_call(message, timeout=timeout_s, metadata=tuple(metadata))
+        reply, call = method.with_call(message, timeout=timeout_s, metadata=self._access.metadata(metadata))
         return reply, trailing_texts(call.trailing_metadata())
 
     def _status(self, name: str, message: object, metadata: Sequence[tuple[str, str]] = ()) -> None:
@@ -162,7 +166,7 @@ class Client:
     def _stub(self, address: str) -> AllSparkStub:
         with self._lock:
             if address not in self._channels:
-                self._channels[address] = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                self._channels[address] = self._access.channel(address, CHANNEL_OPTIONS)
             return AllSparkStub(self._channels[address])
 
     def __enter__(self) -> Self:

@@ -102,7 +102,7 @@ async def serve(settings: ShimSettings, launch: Launch) -> None:
     """Serves until the client says goodbye or is gone, then releases what it left."""
     over = asyncio.Event()
     with _watch(launch.client_pid, over):
-        async with AsyncClient(settings.grpc) as client:
+        async with AsyncClient(settings.grpc, access=settings.access()) as client:
             session = Session(client, settings, len(launch.ranks))
             listeners = []
             for rank, path in launch.sockets().items():

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from allspark.client import Access
+
 FILE_NAME = "shim.json"
 
 
@@ -23,10 +25,19 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class ShimSettings:
     """``grpc``: addresses of gateways. ``models``: a client's name for a model -> what it means; the key
-    ``*`` is every name that has no entry. Without any entry a name is the fleet's model of that name."""
+    ``*`` is every name that has no entry. Without any entry a name is the fleet's model of that name.
+    ``access_files``: paths for ``Access.from_files``, by its arguments."""
 
     grpc: tuple[str, ...]
     models: dict[str, Target] = field(default_factory=dict)
+    access_files: dict[str, str] = field(default_factory=dict)
+
+    def access(self) -> Access:
+        """Certificates and token; raises ``ShimError`` if their files cannot be used."""
+        try:
+            return Access.from_files(**{name: Path(path) for name, path in self.access_files.items()})
+        except (OSError, ValueError, TypeError) as error:
+            raise ShimError(f"the files for TLS and token cannot be used: {error}") from error
 
     def target(self, name: str) -> Target | None:
         """What a client's name for a model means; None if it means nothing here."""
@@ -44,7 +55,7 @@ class ShimSettings:
         try:
             kept = json.loads((directory / FILE_NAME).read_text(encoding="utf-8"))
             models = {name: Target(**target) for name, target in kept["models"].items()}
-            return cls(tuple(kept["grpc"]), models)
+            return cls(tuple(kept["grpc"]), models, dict(kept["access_files"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ShimError(
                 f"{directory / FILE_NAME} cannot be used ({error}): write the directory again with "

@@ -1,0 +1,79 @@
+"""Writes the set: secrets readable by this user only, nothing overwritten."""
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from allspark_gateway.tokens import hash_of
+
+from allspark.certs.authority import Authority, Pair
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+TOKEN_BYTES = 32
+OPERATOR_TOKEN = "admin"
+_ENTRY = """\
+[[token]]
+name = "{name}"
+sha256 = "{sha256}"
+tenant = "{tenant}"
+scopes = [{scopes}]
+"""
+_HEAD = """\
+# Who may call the gateways (docs/security.md). The hashes are of whole tokens: sha256sum < NAME.token
+"""
+
+
+class CertsError(RuntimeError):
+    """A set that cannot be written; the text says why."""
+
+
+def write_set(
+    directory: Path, *, hosts: Sequence[str] = (), tenants: Sequence[str] = ("default",), days: int = 365
+) -> None:
+    """Makes the directory and all files of the set in it; raises CertsError if it holds anything yet.
+
+    ``hosts``: names and addresses of the servers besides loopback. Each of ``tenants`` gets a token of its
+    name with the scope infer.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if any(directory.iterdir()):
+            raise CertsError(f"{directory} is not empty: name a new directory, nothing is overwritten")
+        _write_certificates(directory, [*LOOPBACK, *hosts], days)
+        _write_tokens(directory, tenants)
+    except OSError as error:
+        raise CertsError(f"cannot write {error.filename or directory}: {error.strerror}") from error
+    except ValueError as error:
+        raise CertsError(f"cannot make the certificates: {error}") from error
+
+
+def _write_certificates(directory: Path, hosts: Sequence[str], days: int) -> None:
+    authority = Authority.new("AllSpark development authority", days)
+    _write_pair(directory, "ca", authority.pair)
+    _write_pair(directory, "gateway", authority.issue("gateway", hosts))
+    _write_pair(directory, "client", authority.issue("client"))
+
+
+def _write_tokens(directory: Path, tenants: Sequence[str]) -> None:
+    entries = [_new_token(directory, OPERATOR_TOKEN, "default", ("infer", "admin"))]
+    entries += [_new_token(directory, tenant, tenant, ("infer",)) for tenant in tenants]
+    _write(directory / "tokens.toml", "\n".join([_HEAD, *entries]).encode())
+
+
+def _new_token(directory: Path, name: str, tenant: str, scopes: Sequence[str]) -> str:
+    token = f"{name}.{secrets.token_urlsafe(TOKEN_BYTES)}"
+    _write(directory / f"{name}.token", token.encode())
+    quoted = ", ".join(f'"{scope}"' for scope in scopes)
+    return _ENTRY.format(name=name, sha256=hash_of(token), tenant=tenant, scopes=quoted)
+
+
+def _write_pair(directory: Path, name: str, pair: Pair) -> None:
+    _write(directory / f"{name}.pem", pair.certificate, mode=0o644)
+    _write(directory / f"{name}.key", pair.key)
+
+
+def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)

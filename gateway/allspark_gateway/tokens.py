@@ -1,0 +1,162 @@
+"""The token file: who may call, as which tenant, with which scopes. It holds hashes, never tokens.
+
+::
+
+    [[token]]
+    name = "team-a"
+    sha256 = "9f86d081…"          # of the whole token
+    tenant = "team-a"
+    scopes = ["infer"]            # and "admin" for the life cycle of models and ShutdownService
+    expires = 2027-01-01T00:00:00Z    # optional
+    allow_shutdown = false        # optional: ShutdownService of an admin token stops the whole fleet
+
+A token is `NAME.SECRET`. The name finds its entry; the secret is 256 random bits, so a plain SHA-256 keeps it
+(slow password hashes are for what people can remember).
+"""
+
+import hmac
+import logging
+import os
+import time
+import tomllib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 1.0  # a changed file counts after this time at the latest
+MAX_TOKEN_CHARACTERS = 512
+#: Owner of models that belong to nobody's tenant; no token may pose as it.
+RESERVED_TENANTS = frozenset({"operator"})
+
+Scope = Literal["infer", "admin"]
+
+
+class TokenFileError(ValueError):
+    """A token file that cannot be used; the text says why."""
+
+
+class Unauthenticated(Exception):
+    """No valid token; the text is for the caller and tells nothing about other tokens."""
+
+
+class Token(BaseModel):
+    """One entry. `sha256`: lower-case hexadecimal digest of the token's UTF-8 bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
+    tenant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    scopes: Annotated[frozenset[Scope], Field(min_length=1)]
+    expires: AwareDatetime | None = None
+    allow_shutdown: bool = False
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    token: tuple[Token, ...] = ()
+
+
+def hash_of(token: str) -> str:
+    """What the token file keeps of a token."""
+    return sha256(token.encode()).hexdigest()
+
+
+def parse(text: str) -> dict[str, Token]:
+    """Entries by name; raises TokenFileError."""
+    try:
+        tokens = _File.model_validate(tomllib.loads(text)).token
+    except tomllib.TOMLDecodeError as e:
+        raise TokenFileError(f"not TOML: {e}") from e
+    except ValidationError as e:
+        first = e.errors(include_url=False, include_context=False)[0]
+        raise TokenFileError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from e
+    by_name = {token.name: token for token in tokens}
+    if len(by_name) < len(tokens):
+        raise TokenFileError("two tokens have the same name")
+    for token in tokens:
+        if token.tenant in RESERVED_TENANTS:
+            raise TokenFileError(f"token {token.name}: no token may have the tenant {token.tenant!r}")
+        if token.allow_shutdown and "admin" not in token.scopes:
+            raise TokenFileError(f"token {token.name}: allow_shutdown needs the scope admin")
+    return by_name
+
+
+class Tokens:
+    """The entries of a file, read again when it changes. A file that became unusable changes nothing.
+
+    `now`: the wall clock that `expires` is compared with. Raises TokenFileError if the file is bad at first.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = path
+        self._now = now
+        self._clock = clock
+        self._stamp: tuple[int, int, int] | None = None
+        self._by_name: dict[str, Token] = {}
+        self._looked_s = clock()
+        self._read()
+
+    def authenticate(self, authorization: str | None) -> Token:
+        """The entry of an `authorization` value, `Bearer NAME.SECRET`; raises Unauthenticated."""
+        self._look_again()
+        scheme, _, text = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not text:
+            raise Unauthenticated(
+                "this address needs a token: send the metadata 'authorization: Bearer TOKEN'"
+            )
+        if len(text) > MAX_TOKEN_CHARACTERS:
+            raise Unauthenticated(f"a token has at most {MAX_TOKEN_CHARACTERS} characters")
+        token = self._by_name.get(text.partition(".")[0])
+        # An unknown name costs the same comparison as a wrong secret.
+        expected = token.sha256 if token else "0" * 64
+        is_equal = hmac.compare_digest(hash_of(text), expected)
+        if token is None or not is_equal:
+            raise Unauthenticated("the token is not valid here: unknown, wrong or revoked")
+        if token.expires is not None and self._now() >= token.expires:
+            raise Unauthenticated(f"the token expired at {token.expires.isoformat()}: ask for a new one")
+        return token
+
+    def _look_again(self) -> None:
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_AGAIN_S:
+            return
+        self._looked_s = now_s
+        try:
+            if _stamp(self._path) == self._stamp:
+                return
+            self._read()
+        except (OSError, TokenFileError) as e:
+            log.error("the tokens stay as they were: %s", e)
+        else:
+            log.info("read %d tokens from %s", len(self._by_name), self._path)
+
+    def _read(self) -> None:
+        try:
+            stamp = _stamp(self._path)
+            text = self._path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise TokenFileError(f"cannot read the token file {self._path}: {e}") from e
+        self._stamp = stamp
+        try:
+            self._by_name = parse(text)
+        except TokenFileError as e:
+            raise TokenFileError(f"token file {self._path}: {e}") from e
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    found = os.stat(path)  # noqa: PTH116 (the same, without a Path method call for each gRPC call)
+    return found.st_mtime_ns, found.st_size, found.st_ino
