@@ -19,6 +19,7 @@ KERNELS = {
     "rotary_kv_write_int8",
     "rotary_kv_write_uint4",
     "silu_mul",
+    "gelu_mul",
     "soft_cap",
     "route",
     "grouped_linear",
