@@ -44,13 +44,11 @@ def client(fleet: Fleet) -> Iterator[Client]:
         assert (stat.used_span, stat.pendding_request, stat.running_request) == (0, 0, 0)
 
 
-def run(client: Client, prompt: list[int], **options: Any) -> tuple[list[list[int]], np.ndarray | None]:
+def run(client: Client, prompt: list[int], **options: Any) -> tuple[list[list[int]], list[float]]:
     """All sequences of a request, and their scores if there are any."""
     with client.submit(MODEL, prompt, GenerateOptions(**options)) as request:
         first = request.result()
-        arrays = {k: tensors.to_array(k, t) for k, t in request.progress.tensors.items()}
-    others = [arrays[f"sequence_{i}"].tolist() for i in range(1, options.get("num_return_sequences", 1))]
-    return [first, *others], arrays.get("sequence_scores")
+        return [first, *request.progress.other_sequences()], request.progress.sequence_scores()
 
 
 def ask(client: Client, message: pb.StartRequestRequest) -> tuple[dict[str, np.ndarray], list[int], str]:
@@ -67,7 +65,7 @@ def test_samples_equal_single_requests_with_their_seeds(client: Client) -> None:
     options = SAMPLED | {"max_new_tokens": 20}
     several, scores = run(client, PROMPT, num_return_sequences=3, **options)
     alone = [run(client, PROMPT, **(options | {"seed": sequence_seed(4711, i)}))[0][0] for i in range(3)]
-    assert several == alone and len({tuple(tokens) for tokens in alone}) == 3 and scores is None
+    assert several == alone and len({tuple(tokens) for tokens in alone}) == 3 and scores == []
     chosen, _ = run(client, PROMPT, num_return_sequences=2, seed_arr=[4711, 8], top_k_arr=[50, 3], **options)
     assert chosen[0] == alone[0]
     assert chosen[1] == run(client, PROMPT, **(options | {"seed": 8, "top_k": 3}))[0][0]

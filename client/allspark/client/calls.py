@@ -1,5 +1,6 @@
 """What both clients share and what does no I/O: which address next, and what an answer means."""
 
+import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,6 +125,18 @@ class Progress:
         """What has come of the text since the last call; only requests with a text prompt have any."""
         text, self._text = "".join(self._text), []
         return text
+
+    def other_sequences(self) -> list[list[int]]:
+        """Token ids of the sequences after the first; complete once the request has ended."""
+        found: list[list[int]] = []
+        while (tensor := self.tensors.get(f"sequence_{len(found) + 1}")) is not None:
+            found.append([*struct.unpack(f"<{len(tensor.data) // 8}q", tensor.data)])
+        return found
+
+    def sequence_scores(self) -> list[float]:
+        """Scores of a beam search's hypotheses, best first; empty for other requests and before the end."""
+        tensor = self.tensors.get("sequence_scores")
+        return [] if tensor is None else [*struct.unpack(f"<{len(tensor.data) // 4}f", tensor.data)]
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Request metadata of the next Get."""

@@ -23,10 +23,11 @@ class GenerateOptions:
     regular expression or a grammar (docs/guided-decoding.md); it needs ``vocab`` and ``vocab_type`` only if
     the model has no tokenizer of its own.
 
-    With ``num_return_sequences`` > 1 the first sequence is streamed; the others come at the end, as tensors
-    ``sequence_1`` and so on in ``Request.progress.tensors``. ``top_k_arr``, ``top_p_arr`` and ``seed_arr``
-    have an element for each. With ``num_beams`` > 1 everything comes at the end, best first, with the
-    FLOAT32 tensor ``sequence_scores``; ``early_stopping`` then ends the search at ``num_beams`` ended beams.
+    With ``num_return_sequences`` > 1 the first sequence is streamed; the others come at the end, in
+    ``Request.progress.other_sequences()``. ``top_k_arr``, ``top_p_arr`` and ``seed_arr`` have an element for
+    each. With ``num_beams`` > 1 everything comes at the end, best first, with the scores in
+    ``Request.progress.sequence_scores()``; ``early_stopping`` then ends the search once ``num_beams`` beams
+    have ended.
     """
 
     max_new_tokens: int | None = None
