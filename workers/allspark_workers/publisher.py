@@ -41,6 +41,7 @@ class Publication:
     ending: Ending | None = None
     tensors: dict[str, bytes] = field(default_factory=dict)  # of the terminal record
     text: TextPieces | None = None  # of a request that wants it with its tokens
+    has_begun: bool = False  # an append has been sent, though perhaps not answered yet
     is_cancelled: bool = False
     is_held: bool = False
 
@@ -51,7 +52,7 @@ class Publication:
     @property
     def is_urgent(self) -> bool:
         """Whether somebody may be waiting for the first token or the end."""
-        return self.published == 0 or self.ending is not None
+        return not self.has_begun or self.ending is not None
 
     @property
     def awaits_tokens(self) -> bool:
@@ -220,6 +221,7 @@ class Publisher:
                 self.cancel(p.request_id)
 
     def _append_of(self, p: Publication) -> Append:
+        p.has_begun = True
         try:
             tensors = p.next_tensors()
         except Exception as e:
