@@ -103,7 +103,7 @@ def highest_precision_gives_the_tokens_of_the_stored_weights(s: Server) -> None:
         oracle.check_greedy(s.reference_path, PROMPT, s.generate(PROMPT, model=name, new=32))
 
 
-@case("2.4.8", CONFIG + "engine_max_length")
+@case("2.4.8, 9 #12", CONFIG + "engine_max_length")
 def engine_max_length_limits_requests(s: Server) -> None:
     with s.model(engine_max_length=32) as name:
         assert len(s.generate(PROMPT, model=name, max_length=32)) == 29

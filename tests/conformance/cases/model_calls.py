@@ -132,7 +132,7 @@ def GetRankId_is_zero(s: Server) -> None:
     assert s.answer("GetRankId", pb.Empty()).rank_id == 0
 
 
-@case("1.4.15", "RankId.rank_id")
+@case("1.4.15, 9 #18", "RankId.rank_id")
 def GetRankNums_is_one_once_the_tenant_has_built_a_model(s: Server) -> None:
     assert s.answer("GetRankNums", pb.Empty()).rank_id == 1
     other = s.needs_other_tenant()
@@ -145,7 +145,7 @@ def GetRankNums_is_one_once_the_tenant_has_built_a_model(s: Server) -> None:
     assert s.answer("GetRankNums", pb.Empty(), at=other).rank_id == 0
 
 
-@case("1.4.16", STATUS)
+@case("1.4.16, 9 #19", STATUS)
 def ShutdownService_ends_what_its_caller_owns_and_nothing_else(s: Server) -> None:
     other = s.needs_other_tenant()
     name = "conformance-owned"

@@ -156,7 +156,7 @@ def stopping_denies_everything_and_Release_waits(s: Server) -> None:
         assert state_of(s, name) == "absent"
 
 
-@case("1.2", "AsEngineStat.model_name", "ModelInfo.model_info", "OpProfilingInfo.op_profiling_info")
+@case("1.2, 9 #17", "AsEngineStat.model_name", "ModelInfo.model_info", "OpProfilingInfo.op_profiling_info")
 def absent_has_zeros_and_no_text(s: Server) -> None:
     nobody = pb.ModelName(model_name="conformance-nobody")
     assert s.stat("conformance-nobody") == pb.AsEngineStat(model_name="conformance-nobody")

@@ -83,7 +83,7 @@ for _rpc in ("StopRequest", "ReleaseRequest"):
     add("3.8", f"{_rpc} with an empty uuid 10", (*ANSWER, *NAMES), _empty)
 
 
-@case("1.4.10", *ANSWER, "GenerateRequestStatus.status", "GeneratedElements.ids_from_generate")
+@case("1.4.10, 9 #10", *ANSWER, "GenerateRequestStatus.status", "GeneratedElements.ids_from_generate")
 def StopRequest_while_generating_finishes_and_keeps_the_tokens(s: Server) -> None:
     live = s.start(PROMPT, max_length=s.long)
     head = list(live.get().ids_from_generate)
@@ -147,7 +147,7 @@ def SyncRequest_of_a_live_request_returns_at_its_end(s: Server) -> None:
     assert len(live.take_all()) == 500
 
 
-@case("1.4.12", *ANSWER, "StopRequestRequest.uuid")
+@case("1.4.12, 9 #9", *ANSWER, "StopRequestRequest.uuid")
 def SyncRequest_without_a_uuid_waits_for_all_of_the_tenant(s: Server) -> None:
     live = [s.start([5 + i], new=300) for i in range(4)]
     answer = s.answer("SyncRequest", pb.StopRequestRequest(model_name=s.main))

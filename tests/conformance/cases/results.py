@@ -7,7 +7,7 @@ import grpc
 import pytest
 from allspark_proto import allspark_service_pb2 as pb
 
-from tests.conformance.server import FINISHED, OK, Request, Server
+from tests.conformance.server import FINISHED, INTERRUPTED, OK, Request, Server, request
 from tests.conformance.suite import case
 
 PROMPT = [5, 6, 7]
@@ -17,7 +17,7 @@ LEN = "GenerateLen.len"
 STATUS = "GenerateRequestStatus.status"
 
 
-@case("3.3", LEN)
+@case("3.3, 9 #8", LEN)
 def GeneratedLength_is_cumulative_and_reading_does_not_reduce_it(s: Server) -> None:
     live = s.start(PROMPT, new=20)
     assert live.sync() == OK
@@ -69,7 +69,7 @@ def Get_of_what_is_finished_and_drained_has_no_ids_and_empty_0(s: Server) -> Non
     assert live.release() == OK
 
 
-@case("3.4", IDS, EMPTY)
+@case("3.4, 9 #5", IDS, EMPTY)
 def Get_never_has_no_ids_before_the_end(s: Server) -> None:
     live = s.start(PROMPT, new=300)
     while live.get().ids_from_generate:
@@ -86,6 +86,22 @@ def Get_of_an_unknown_or_released_uuid_is_empty(s: Server) -> None:
         for element in (gone.get(), gone.get_no_wait()):
             assert (list(element.ids_from_generate), element.empty) == ([], 1)
             assert element.HasField("tensors_from_model_inference")
+
+
+@case("3.4", IDS, STATUS)
+def Get_delivers_the_tokens_of_an_interrupted_request_first(s: Server) -> None:
+    """Interrupted by a deadline, which a client may set in the metadata of StartRequest."""
+    message = request(s.main, PROMPT, max_length=s.long)
+    answer, _ = s.ask("StartRequest", message, metadata=[("allspark-deadline-ms", "500")])
+    assert answer.as_status == OK
+    live = Request(s, s.main, answer.uuid)
+    assert (live.sync(), live.status()) == (OK, INTERRUPTED)
+    assert live.finish_reason() == "deadline"
+    tokens = live.drain()
+    assert tokens and len(tokens) == live.length()
+    assert tokens == s.generate(PROMPT, new=len(tokens))
+    assert (live.status(), live.get().empty) == (INTERRUPTED, 0)
+    assert live.release() == OK
 
 
 @case("3.4", IDS)
@@ -111,7 +127,7 @@ def a_Get_that_is_given_up_loses_nothing(s: Server) -> None:
         assert last.take_all() == s.generate(PROMPT)
 
 
-@case("3.5", IDS, EMPTY)
+@case("3.5, 9 #6", IDS, EMPTY)
 def GetNoWait_never_waits(s: Server) -> None:
     with s.model(engine_max_batch=1, engine_max_length=s.long) as name:
         ahead = [s.start(PROMPT, model=name, max_length=s.long) for _ in range(12)]
@@ -127,7 +143,7 @@ def GetNoWait_never_waits(s: Server) -> None:
         assert last.release() == OK
 
 
-@case("3.6 #1", STATUS, IDS)
+@case("3.6 #1, 9 #7", STATUS, IDS)
 def all_tokens_are_readable_when_the_end_is_visible(s: Server) -> None:
     for _ in range(20):
         live = s.start(PROMPT, new=5)

@@ -175,7 +175,7 @@ def an_empty_uuid_is_made_up(s: Server) -> None:
     assert first.take_all() == second.take_all()
 
 
-@case("1.4.9 identity", CONFIG + "uuid", "StartRequestResponse.uuid", "StartRequestResponse.as_status")
+@case("1.4.9 identity, 9 #3", CONFIG + "uuid", "StartRequestResponse.uuid", "StartRequestResponse.as_status")
 def the_same_uuid_again_is_a_retry_or_a_conflict(s: Server) -> None:
     message = request(s.main, PROMPT)
     live = s.submit(message)

@@ -75,7 +75,7 @@ def _ids_row(
 
 WIDE = 2**31 - 1
 IDS_ROWS: tuple[tuple[str, str, int, list[int], Any, dict[str, Any], tuple[str, ...]], ...] = (
-    ("2.3.4", "input_ids [1, S] INT64", OK, PROMPT, [1, 3], {}, ("Shape.dims", "data_type")),
+    ("2.3.4, 9 #14", "input_ids [1, S] INT64", OK, PROMPT, [1, 3], {}, ("Shape.dims", "data_type")),
     ("2.3.4", "input_ids [S]", OK, PROMPT, [3], {}, ("Shape.dims",)),
     ("2.3.4", "input_ids INT32 is widened", OK, PROMPT, [1, 3], {"data_type": pb.INT32}, ("data_type",)),
     ("2.3.4", "input_ids of rank three", PARAM, PROMPT, [1, 1, 3], {}, ("Shape.dims",)),
@@ -166,7 +166,7 @@ def attention_mask_and_unknown_inputs_change_nothing(s: Server) -> None:
         assert s.generate(PROMPT, tensors={name: tensor([[0, 0, 0]])}) == expected
 
 
-@case("2.3.5", "GeneratedElements.tensors_from_model_inference")
+@case("2.3.5, 9 #15", "GeneratedElements.tensors_from_model_inference")
 def tensors_from_model_inference_is_present_and_empty(s: Server) -> None:
     live = s.start(PROMPT)
     for element in (live.get(), live.get_no_wait()):

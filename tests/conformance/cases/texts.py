@@ -105,7 +105,7 @@ def tokens_are_new_ones_with_eos_and_without_the_prompt(s: Server) -> None:
     oracle.check_greedy(s.reference_path, PROMPT, plain)
 
 
-@case("9 #8", "GenerateLen.len", "GenerateRequestStatus.status")
+@case("1.6", "GenerateLen.len", "GenerateRequestStatus.status")
 def any_gateway_serves_any_uuid(s: Server) -> None:
     live = s.start(PROMPT, new=50)
     for address in s.addresses:
@@ -115,7 +115,7 @@ def any_gateway_serves_any_uuid(s: Server) -> None:
     assert live.take_all() == s.generate(PROMPT, new=50)
 
 
-@case("9 #14", "StartRequestResponse.as_status", "StartRequestResponse.uuid")
+@case("1.4.9, 9 #13", "StartRequestResponse.as_status", "StartRequestResponse.uuid")
 def a_refusal_names_what_is_wrong(s: Server) -> None:
     answer, trailing = s.ask("StartRequest", request(s.main, PROMPT, top_k=-1))
     assert (answer.as_status, "top_k" in trailing["allspark-reason"]) == (PARAM, True)
