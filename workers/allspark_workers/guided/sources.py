@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from llguidance import LLTokenizer
 
@@ -100,9 +101,29 @@ class ModelSource:
         """Text that the document forces is cut as the model's tokenizer cuts it."""
         size = self._size + 1
         if eos_ids:
-            return Words(LLTokenizer(self._tokenizer.to_json(), size, list(eos_ids)), None)
+            return Words(LLTokenizer(readable(self._tokenizer.to_json()), size, list(eos_ids)), None)
         end = self._tokenizer.vocab_size
-        return Words(LLTokenizer(self._tokenizer.to_json(_END), size, end), end)
+        return Words(LLTokenizer(readable(self._tokenizer.to_json(_END)), size, end), end)
+
+
+def readable(tokenizer_json: str) -> str:
+    """A tokenizer.json whose decoder the library understands; only what its tokens stand for is read from it.
+
+    It takes U+2581 for a space where the decoder says so step by step, but not where it is called Metaspace.
+    """
+    tokenizer: dict[str, Any] = json.loads(tokenizer_json)
+    decoder = tokenizer.get("decoder") or {}
+    steps = decoder.get("decoders", [decoder])
+    spaces = [step for step in steps if step.get("type") == "Metaspace"]
+    if not spaces:
+        return tokenizer_json
+    mark = spaces[0].get("replacement", "\u2581")
+    replace = {"type": "Replace", "pattern": {"String": mark}, "content": " "}
+    tokenizer["decoder"] = {
+        "type": "Sequence",
+        "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}],
+    }
+    return json.dumps(tokenizer, ensure_ascii=False)
 
 
 def _load(paths: Sequence[str]) -> Tokenizer:
