@@ -19,7 +19,9 @@ _MIN_KEPT = 2  # top_k and top_p leave a beam eos and one more
 
 def beam_candidates(logits: torch.Tensor, sequences: list[Sequence]) -> list[Candidates | None]:
     """Candidates of each sequence from logits [B, V] float32; None where some logit is not a number."""
-    scores = torch.log_softmax(logits, -1)
+    # In float64, so that the order of the sum, which may depend on where a row lies, leaves no trace.
+    wide = logits.double()
+    scores = (wide - wide.logsumexp(-1, keepdim=True)).float()
     keys = scores.clone() if any(seq.sampling[0] for seq in sequences) else scores
     for row, seq in enumerate(sequences):
         if seq.uses_penalties or seq.constraints.may_ban or seq.sampling[0]:
