@@ -4,13 +4,14 @@ from collections.abc import Iterable
 
 from allspark_bus.compute_unit import parse_unit
 from allspark_bus.errors import FileError, LimitError, ParamError
+from allspark_bus.setting_types import WEIGHT_FORMATS
 from allspark_proto import allspark_service_pb2 as pb
 
 from allspark_broker.admission import check_adapter_name
 
 SPAN_SIZES = (0, 16, 32, 64, 128)
 CACHE_MODES = (0, 1, 2)
-PRECISIONS = ("", "highest", "high", "medium", "medium_bf16", "medium_fp16")
+PRECISIONS = ("", "highest", "high", "medium", "medium_bf16", "medium_fp16", *WEIGHT_FORMATS)
 MAX_NAME_BYTES = 128
 MAX_ADAPTERS = 1024
 

@@ -5,12 +5,16 @@ All of them validate at the edge; the ``ValueError`` says what a legal value loo
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 from pydantic_settings import NoDecode
 
+# Weights rounded at load: 8 bits per output channel; 4 bits in groups of 128, 64 or 32. Values of
+# matmul_precision and of --dtype.
+WEIGHT_FORMATS = ("int8", "int4", "int4_g64", "int4_g32")
+Dtype = Literal["auto", "bf16", "fp16", "fp32", "int8", "int4", "int4_g64", "int4_g32"]
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 

@@ -212,7 +212,7 @@ def test_a_device_that_does_not_exist(device: str, tiny: TinyModels) -> None:
     ("fields", "reason"),
     [
         ({"model_path": ""}, "model_path is empty"),
-        ({"dtype": "int8"}, "'int8' is unknown"),
+        ({"dtype": "int3"}, "'int3' is unknown"),
         ({"span_size": 24}, "span_size 24"),
         ({"max_batch": -1}, "max_batch is -1"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0"),

@@ -9,6 +9,7 @@ from allspark_bus import rich_text, tensors
 from allspark_bus.catalogue import ModelRecord
 from allspark_bus.compute_unit import parse_unit
 from allspark_bus.ledger import Ending, now_ms
+from allspark_bus.setting_types import WEIGHT_FORMATS
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from allspark_proto import metadata
@@ -30,7 +31,12 @@ from allspark_workers.paths import confine
 from allspark_workers.settings import WorkerSettings
 
 _FINISHED = frozenset(FinishReason(reason) for reason in metadata.FINISHED_REASONS)
-_DTYPE_OF_PRECISION = {"medium": "bf16", "medium_bf16": "bf16", "medium_fp16": "fp16"}
+_DTYPE_OF_PRECISION = {
+    "medium": "bf16",
+    "medium_bf16": "bf16",
+    "medium_fp16": "fp16",
+    **{name: name for name in WEIGHT_FORMATS},
+}
 
 
 def generation_params(config: pb.GenerateConfig, max_length: int) -> GenerationParams:

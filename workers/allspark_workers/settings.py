@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from allspark_bus.setting_types import Count, Device, Metavar, PathList, Seconds, Size, ZmqEndpoints
+from allspark_bus.setting_types import Count, Device, Dtype, Metavar, PathList, Seconds, Size, ZmqEndpoints
 from allspark_bus.settings import ProcessSettings
 from pydantic import ByteSize, Field, model_validator
 
@@ -26,8 +26,9 @@ class WorkerSettings(ProcessSettings):
     """Memory for KV spans, for example 2GiB; unset: chosen from what the device has free."""
     prefix_host_memory: Annotated[Size | None, Metavar("BYTES")] = None
     """Host memory per model for cached prefixes that leave the KV spans, for example 8GiB; unset: none."""
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Number format of products; auto: weights as saved, activations as precise as the device has them."""
+    dtype: Dtype = "auto"
+    """Number format of products; auto: weights as saved, activations as precise as the device has them; int8,
+    int4 (groups of 128), int4_g64, int4_g32: weights are rounded to so many bits at load and stay so."""
     kernels: Literal["auto", "torch", "native", "triton"] = "auto"
     """Implementation of the kernels; auto: Triton on CUDA, native on CPU, PyTorch where that is missing."""
     lora_max_num: Annotated[int, Field(ge=0), Metavar("N")] = 5

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from allspark_bus.setting_types import (
     Count,
+    Dtype,
     GrpcAddresses,
     Metavar,
     PathList,
@@ -55,8 +56,9 @@ class FleetSettings(Settings):
     """CPU threads of each worker; 0: the cores are shared out."""
     kv_memory: Annotated[Size | None, Metavar("BYTES")] = None
     """Memory for KV spans of each worker, for example 2GiB; unset: chosen from what is free."""
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Number format of products; auto: weights as saved, activations as precise as the device has them."""
+    dtype: Dtype = "auto"
+    """Number format of products; auto: weights as saved, activations as precise as the device has them; int8,
+    int4 (groups of 128), int4_g64, int4_g32: weights are rounded to so many bits at load and stay so."""
     kernels: Literal["auto", "torch", "native", "triton"] = "auto"
     """Implementation of the kernels; auto: Triton on CUDA, native on CPU, PyTorch where that is missing."""
     log_level: LogLevel = "warning"

@@ -67,7 +67,7 @@ ACCEPTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     *(("2.4", f"cache_span_num_init {n}", {"cache_span_num_init": n}) for n in (0, 5)),
     *(("2.4", f"cache_span_num_grow {n}", {"cache_span_num_grow": n}) for n in (0, 5)),
     *(("2.4", f"matmul_precision {p or 'empty'}", {"matmul_precision": p})
-      for p in ("", "highest", "high", "medium", "medium_bf16", "medium_fp16")),
+      for p in ("", "highest", "high", "medium", "medium_bf16", "medium_fp16", "int8", "int4")),
     ("2.4", "engine_max_batch 0 is the default", {"engine_max_batch": 0}),
     ("2.4", "engine_max_length 11", {"engine_max_length": 11}),
     ("2.4", "is_lora_cfg is ignored", {"is_lora_cfg": True}),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from allspark_workers.guided.guide import Guide
 
 SPAN_SIZES: Final = (16, 32, 64, 128)
-DTYPES: Final = ("auto", "bf16", "fp16", "fp32")
+DTYPES: Final = ("auto", "bf16", "fp16", "fp32", "int8", "int4", "int4_g64", "int4_g32")
 CACHE_MODES: Final = (0, 1, 2)
 DEFAULT_SPAN_TOKENS: Final = 32
 DEFAULT_MAX_BATCH: Final = 32
@@ -223,7 +223,8 @@ class ModelConfig:
 
     `model_path`: a Hugging Face directory or a GGUF file; `weights_path` empty or the same, or where the
     weights lie if not there. `dtype` "auto": the checkpoint's own (quantised GGUF: bf16), with activations as
-    precise as the device has them; any other: products of numbers of that type, with fp32 sums. `max_length`
+    precise as the device has them; fp32, bf16, fp16: products of numbers of that type, with fp32 sums;
+    int8, int4, int4_g64, int4_g32: weights rounded to so many bits (groups of 128, 64, 32). `max_length`
     0: the model's own. `max_batch` 0: 32. `span_size` tokens, 0: 32. `kv_bytes` 0: a bounded share of free
     memory. `num_threads` 0: as many as the process may use. `prefill_chunk`: prompt tokens computed per step.
     `lora_names`: adapters to load with the model; `lora_roots`: directories that they and later ones are

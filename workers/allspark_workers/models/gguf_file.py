@@ -11,9 +11,11 @@ from typing import Any, Final
 import gguf
 import numpy as np
 import torch
+from allspark_kernels import QuantisedWeight
 
 from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
 from allspark_workers.models.architecture import Architecture, RopeParams
+from allspark_workers.models.gguf_codes import KEPT_BITS, quantised_weight
 from allspark_workers.models.gguf_header import GGUFFormatError, TensorInfo, read_gguf
 
 # GGUF has no name of its own for Mistral: it is stored as llama.
@@ -62,12 +64,32 @@ class GGUFFile:
         """All tensor names that belong to a known part of a model."""
         return frozenset(self._tensors)
 
+    def stored(self, name: str) -> QuantisedWeight | None:
+        """The matrix as codes, rows in the half-split rotary order; None in formats that are dequantised."""
+        tensor = self._tensors.get(name)
+        weight = None if tensor is None else quantised_weight(tensor)
+        if weight is None or not self._is_permuted(name):
+            return weight
+        return weight.rows(self._unpermute(name, torch.arange(len(weight.codes))))
+
+    def stored_bytes(self) -> int:
+        """Bytes of the matrices with codes and scales as the kernels hold them, others as float32."""
+        total = 0
+        for tensor in self._tensors.values():
+            if len(tensor.shape) > 1:
+                bits = KEPT_BITS.get(tensor.kind, 32)
+                total += math.prod(tensor.shape) * bits // 8
+        return total
+
     def get(self, name: str) -> torch.Tensor:
         """The tensor as float32 (F16 and BF16 as stored), rows in the half-split rotary order."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelIOError(f"{self.location} has no tensor for {name}: the file is incomplete")
         return self._unpermute(name, _to_torch(tensor, self.location))
+
+    def _is_permuted(self, name: str) -> bool:
+        return self._name == "llama" and re.search(r"self_attn\.[qk]_proj\.", name) is not None
 
     def _unpermute(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Undo the row order that the GGUF converter gives q and k of llama.
@@ -76,7 +98,7 @@ class GGUFFile:
         qwen3 are stored half-split.
         """
         arch = self.architecture
-        if self._name != "llama" or not re.search(r"self_attn\.[qk]_proj\.", name):
+        if not self._is_permuted(name):
             return values
         heads = arch.num_heads if "q_proj" in name else arch.num_kv_heads
         if values.shape[0] != heads * arch.head_dim:

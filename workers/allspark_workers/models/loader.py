@@ -9,7 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from allspark_kernels import PackedExperts, PackedLinear, compute_dtype, pack_experts, pack_linear
+from allspark_kernels import (
+    PackedExperts,
+    PackedLinear,
+    QuantFormat,
+    QuantisedWeight,
+    compute_dtype,
+    pack_experts,
+    pack_linear,
+    pack_quantised,
+    quantise,
+    stack_quantised,
+)
+from allspark_kernels.quantised import Weight
 
 from allspark_workers.engine.errors import ModelIOError, ModelMemoryError, UnsupportedModelError
 from allspark_workers.engine.promises import Loading
@@ -19,6 +31,7 @@ from allspark_workers.models.decoder import Decoder, DenseMlp, Exchange, ExpertM
 from allspark_workers.models.families import FAMILIES
 from allspark_workers.models.gguf_file import GGUFFile
 from allspark_workers.models.hf_config import read_architecture
+from allspark_workers.models.precision import Precision, precision_of
 from allspark_workers.models.rope import cos_sin_table, half_split_rows, settled
 from allspark_workers.models.safetensors_source import SafetensorsSource
 from allspark_workers.models.shards import Shard, ShardedSource
@@ -29,8 +42,6 @@ logger = logging.getLogger(__name__)
 _TABLE_BYTES = 4  # the rotary table is float32
 
 Progress = Callable[[float, str], None]
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,7 @@ class Model:
     decoder: Decoder
     arch: Architecture
     device: torch.device
-    dtype: torch.dtype
+    precision: Precision
     max_length: int
     weight_bytes: int
     digest: str
@@ -48,9 +59,14 @@ class Model:
     whole: Architecture | None = None
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of embedding, KV and matrices that are not quantised."""
+        return self.precision.dtype
+
+    @property
     def dtype_name(self) -> str:
-        """bf16, fp16 or fp32."""
-        return _DTYPE_NAMES[self.dtype]
+        """bf16, fp16, fp32, or how the weights are quantised (int8, int4, ...)."""
+        return self.precision.name
 
 
 def load_model(
@@ -73,16 +89,16 @@ def load_model(
     if shard is not None:
         arch, source = shard.architecture(arch), ShardedSource(source, arch, shard)
     device = _device(config.device)
-    dtype = source.dtype if config.dtype == "auto" else _DTYPES[config.dtype]
-    need = arch.num_parameters * dtype.itemsize + max_length * arch.rope.rotary_dim * _TABLE_BYTES
+    precision = precision_of(config.dtype, source.dtype, device)
+    need = _matrix_bytes(arch, source, precision) + max_length * arch.rope.rotary_dim * _TABLE_BYTES
     with Loading(device, need, report) as loading:
         if need > loading.available:
             raise ModelMemoryError(
-                f"weights of {source.location} need {_mib(need)} MiB as {_DTYPE_NAMES[dtype]}, "
+                f"weights of {source.location} need {_mib(need)} MiB as {precision.name}, "
                 f"{device} has {_mib(loading.available)} MiB free"
             )
         try:
-            builder = _Builder(arch, source, device, dtype, config.dtype != "auto", loading.report, shard)
+            builder = _Builder(arch, source, device, precision, loading.report, shard)
             decoder, weight_bytes = builder.build(max_length, exchange)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelMemoryError(
@@ -90,7 +106,7 @@ def load_model(
             ) from error
     report(1.0, "weights loaded")
     digest = hashlib.sha256(f"{whole!r} {digest_files(paths)}".encode()).hexdigest()
-    return Model(decoder, arch, device, dtype, max_length, weight_bytes, digest, shard, whole)
+    return Model(decoder, arch, device, precision, max_length, weight_bytes, digest, shard, whole)
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
@@ -153,6 +169,13 @@ def _shared(rows: list[int], names: list[str]) -> list[int]:
     return rows if len(names) == len(rows) else [sum(rows)]
 
 
+def _matrix_bytes(arch: Architecture, source: WeightSource, precision: Precision) -> int:
+    """What the matrices will occupy, about."""
+    if precision.keeps_stored and (stored := source.stored_bytes()):
+        return stored + arch.vocab_size * arch.hidden_size * precision.dtype.itemsize
+    return precision.weight_bytes(arch)
+
+
 class _Builder:
     """Turns named tensors into packed weights, layer by layer, so that only one layer exists twice."""
 
@@ -161,18 +184,18 @@ class _Builder:
         arch: Architecture,
         source: WeightSource,
         device: torch.device,
-        dtype: torch.dtype,
-        rounds_inputs: bool,
+        precision: Precision,
         report: Progress,
         shard: Shard | None,
     ) -> None:
         self._vocab = (shard or Shard(0, 1)).part(arch.vocab_size)
         self._arch = arch
-        self._rounds_inputs = rounds_inputs
+        self._precision = precision
+        self._form = precision.format
         self._source = source
         self._device = device
-        self._dtype = dtype
-        self._compute = compute_dtype(device, dtype)
+        self._dtype = precision.dtype
+        self._compute = compute_dtype(device, precision.dtype)
         self._report = report
         self._bytes = 0
         self._local_cos_sin: torch.Tensor | None = None
@@ -188,8 +211,7 @@ class _Builder:
             self._report((index + 1) / (arch.num_layers + 2), f"layer {index + 1} of {arch.num_layers}")
         table = self._tensor("model.embed_tokens.weight", (arch.vocab_size, arch.hidden_size), self._dtype)
         self._bytes += table.nbytes
-        rows = self._vocab.stop - self._vocab.start
-        head = self._pack(table[self._vocab]) if self._is_tied() else self._matrix(["lm_head"], [rows])
+        head = self._head(table)
         norm = self._norm("model.norm", arch.hidden_size)
         cos_sin = self._rotation(arch.rope, max_length)
         return Decoder(arch, table, layers, norm, head, cos_sin, exchange), self._bytes
@@ -198,6 +220,17 @@ class _Builder:
         cos_sin = cos_sin_table(rope, max_length).to(self._device)
         self._bytes += cos_sin.nbytes
         return cos_sin
+
+    def _head(self, table: torch.Tensor) -> PackedLinear:
+        """The output matrix, or this rank's rows of it."""
+        form, rows = self._precision.head_format, self._vocab.stop - self._vocab.start
+        if not self._is_tied():
+            return self._matrix(["lm_head"], [rows], form=form)
+        stored = self._stored([("model.embed_tokens.weight", tuple(table.shape))])
+        if stored is not None:
+            return self._pack(stored)
+        own = table[self._vocab]
+        return self._pack(own if form is None else quantise(own, form))
 
     def _is_tied(self) -> bool:
         if self._arch.is_tied is not None:
@@ -215,11 +248,17 @@ class _Builder:
         return Layer(
             input_norm=self._norm(prefix + names.input_norm, hidden),
             qkv=self._matrix(
-                qkv, _shared([q, kv, kv], qkv), bias=arch.has_qkv_bias, reorder=self._half_split
+                qkv,
+                _shared([q, kv, kv], qkv),
+                bias=arch.has_qkv_bias,
+                is_rotated=True,
+                form=self._form,
             ),
             q_norm=self._norm(attention + "q_norm", arch.head_dim) if has_norm else None,
             k_norm=self._norm(attention + "k_norm", arch.head_dim) if has_norm else None,
-            output=self._matrix([attention + "o_proj"], [hidden], q, bias=arch.has_output_bias),
+            output=self._matrix(
+                [attention + "o_proj"], [hidden], q, bias=arch.has_output_bias, form=self._form
+            ),
             mlp_norm=self._norm(prefix + names.mlp_norm, hidden),
             mlp=self._experts(mlp) if arch.is_sparse(index) else self._mlp(mlp, arch.intermediate_size),
             attention_post_norm=self._optional_norm(prefix, names.attention_post_norm),
@@ -232,8 +271,10 @@ class _Builder:
         names, bias = FAMILIES[self._arch.family].names, self._arch.has_mlp_bias
         gate_up = [prefix + name for name in names.gate_up]
         return DenseMlp(
-            gate_up=self._matrix(gate_up, _shared([width, width], gate_up), bias=bias),
-            down=self._matrix([prefix + "down_proj"], [self._arch.hidden_size], width, bias=bias),
+            gate_up=self._matrix(gate_up, _shared([width, width], gate_up), bias=bias, form=self._form),
+            down=self._matrix(
+                [prefix + "down_proj"], [self._arch.hidden_size], width, bias=bias, form=self._form
+            ),
         )
 
     def _experts(self, prefix: str) -> ExpertMlp:
@@ -243,10 +284,10 @@ class _Builder:
         wide, each = moe.expert_size, [f"{prefix}experts.{e}." for e in range(moe.num_experts)]
         gates, ups, downs = ([f"{e}{part}_proj.weight" for e in each] for part in ("gate", "up", "down"))
         gate_up = [
-            self._stack([(gate, (wide, hidden)), (up, (wide, hidden))])
+            self._weight([(gate, (wide, hidden)), (up, (wide, hidden))], self._form)
             for gate, up in zip(gates, ups, strict=True)
         ]
-        down = [self._tensor(name, (hidden, wide), self._dtype) for name in downs]
+        down = [self._weight([(name, (hidden, wide))], self._form) for name in downs]
         return ExpertMlp(
             router=self._matrix([prefix + "gate"], [moe.num_experts]),
             gate_up=self._pack_experts(gate_up),
@@ -257,13 +298,10 @@ class _Builder:
             is_normalised=moe.is_normalised,
         )
 
-    def _pack_experts(self, weights: list[torch.Tensor]) -> PackedExperts:
-        packed = pack_experts(weights, rounds_inputs=self._rounds_inputs)
+    def _pack_experts(self, weights: list[Weight]) -> PackedExperts:
+        packed = pack_experts(weights, rounds_inputs=self._precision.rounds_inputs)
         self._bytes += packed.nbytes
         return packed
-
-    def _half_split(self, stacked: torch.Tensor) -> torch.Tensor:
-        return half_split_rows(self._arch, stacked)
 
     def _matrix(
         self,
@@ -272,24 +310,53 @@ class _Builder:
         columns: int | None = None,
         *,
         bias: bool = False,
-        reorder: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        is_rotated: bool = False,
+        form: QuantFormat | None = None,
     ) -> PackedLinear:
-        """Stack the matrices (and biases) of `names` into one, reorder its rows and lay it out."""
+        """Stack the matrices (and biases) of `names` into one and lay it out, quantised if `form` says so.
+
+        `is_rotated`: they are q, k and v, whose rows rotation may want in another order.
+        """
         width = columns or self._arch.hidden_size
-        weight = self._stack([(f"{n}.weight", (r, width)) for n, r in zip(names, rows, strict=True)])
+        weight = self._weight([(f"{n}.weight", (r, width)) for n, r in zip(names, rows, strict=True)], form)
         biases = None
         if bias:
             biases = self._stack([(f"{n}.bias", (r,)) for n, r in zip(names, rows, strict=True)])
-        if reorder is not None:
-            weight, biases = reorder(weight), None if biases is None else reorder(biases)
+        if is_rotated and self._arch.is_rope_interleaved:
+            order = half_split_rows(self._arch, torch.arange(sum(rows), device=self._device))
+            weight = weight.rows(order) if isinstance(weight, QuantisedWeight) else weight[order]
+            biases = None if biases is None else biases[order]
         return self._pack(weight, biases)
+
+    def _weight(self, shapes: list[tuple[str, tuple[int, ...]]], form: QuantFormat | None) -> Weight:
+        """The matrices of these names and shapes as one: as stored, or in the model's precision."""
+        stored = self._stored(shapes)
+        if stored is not None:
+            return stored
+        weight = self._stack(shapes)
+        return weight if form is None else quantise(weight, form)
+
+    def _stored(self, shapes: list[tuple[str, tuple[int, ...]]]) -> QuantisedWeight | None:
+        """The matrices as the checkpoint has them quantised, if they are and may stay so."""
+        if not self._precision.keeps_stored:
+            return None
+        parts = [self._source.stored(name) for name, _ in shapes]
+        quantised = [part for part in parts if part is not None]
+        if len(quantised) < len(parts):
+            return None
+        for part, (name, shape) in zip(quantised, shapes, strict=True):
+            self._check(name, tuple(part.codes.shape), shape)
+        return quantised[0] if len(quantised) == 1 else stack_quantised(quantised)
 
     def _stack(self, shapes: list[tuple[str, tuple[int, ...]]]) -> torch.Tensor:
         parts = [self._tensor(name, shape, self._dtype) for name, shape in shapes]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        packed = pack_linear(weight, bias, rounds_inputs=self._rounds_inputs)
+    def _pack(self, weight: Weight, bias: torch.Tensor | None = None) -> PackedLinear:
+        if isinstance(weight, QuantisedWeight):
+            packed = pack_quantised(weight, bias)
+        else:
+            packed = pack_linear(weight, bias, rounds_inputs=self._precision.rounds_inputs)
         self._bytes += packed.nbytes
         return packed
 
@@ -304,10 +371,13 @@ class _Builder:
 
     def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = self._source.get(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelIOError(
-                f"tensor {name} of {self._source.location} has shape {list(tensor.shape)}, "
-                f"the configuration says {list(shape)}"
-            )
+        self._check(name, tuple(tensor.shape), shape)
         # Always a copy: what the source returns may be a view of a mapped file, which others can change.
         return tensor.to(self._device, dtype, copy=True)
+
+    def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        if found != shape:
+            raise ModelIOError(
+                f"tensor {name} of {self._source.location} has shape {list(found)}, "
+                f"the configuration says {list(shape)}"
+            )

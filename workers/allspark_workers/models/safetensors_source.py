@@ -33,6 +33,13 @@ class SafetensorsSource:
         """All tensor names."""
         return frozenset(self._files)
 
+    def stored(self, name: str) -> None:
+        """Nothing here is kept quantised."""
+
+    def stored_bytes(self) -> int:
+        """None of it."""
+        return 0
+
     def get(self, name: str) -> torch.Tensor:
         """The tensor as stored; raises ModelIOError if no file has it."""
         file = self._files.get(name)

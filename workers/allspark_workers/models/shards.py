@@ -85,6 +85,13 @@ class ShardedSource:
         """All tensor names."""
         return self._source.names()
 
+    def stored(self, name: str) -> None:
+        """Nothing here is kept quantised."""
+
+    def stored_bytes(self) -> int:
+        """None of it."""
+        return 0
+
     def get(self, name: str) -> torch.Tensor:
         """This rank's part. Raises UnsupportedModelError for a tensor that is not known how to cut."""
         tensor = self._source.get(name)

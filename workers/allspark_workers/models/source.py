@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from allspark_kernels import QuantisedWeight
 
 from allspark_workers.engine.errors import ModelIOError
 
@@ -26,6 +27,12 @@ class WeightSource(Protocol):
 
     def names(self) -> frozenset[str]:
         """All tensor names."""
+
+    def stored(self, name: str) -> QuantisedWeight | None:
+        """The matrix as it is stored quantised; None if it is not, or in a form that kernels do not take."""
+
+    def stored_bytes(self) -> int:
+        """What the matrices occupy where those that can stay quantised do; 0 if none can."""
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor on the CPU, as stored or dequantised; raises ModelIOError if absent or unreadable."""
