@@ -54,7 +54,7 @@ async def test_engine_frozen_while_health_stays_green(make_fleet: Callable[..., 
     """Heartbeats go on, steps do not: the worker gives up and its request continues on another."""
     f = make_fleet()
     f.write_model(freeze_once=[666])
-    workers = [f.start_worker("--stall-s=0.5") for _ in range(2)]
+    workers = [f.start_worker("--stall-s=1.5") for _ in range(2)]
     await f.build_and_start()
     await f.submit("frozen", [666, 1], 30)
     assert await result(f, "frozen") == (expected_tokens([666, 1], 30), "length")
@@ -68,7 +68,7 @@ async def test_scheduler_admits_nothing_for_good_while_memory_is_free(
     does this to two workers, is quarantined; others are served."""
     f = make_fleet()
     f.write_model(overlooked=[666])
-    workers = [f.start_worker("--stall-s=0.5") for _ in range(3)]
+    workers = [f.start_worker("--stall-s=1.5") for _ in range(3)]
     await f.build_and_start()
     await f.submit("overlooked", [666, 1], 30)
     assert await result(f, "overlooked") == ([], "poison")
