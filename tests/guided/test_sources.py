@@ -12,8 +12,9 @@ from allspark_bus.response_format import Document
 from allspark_workers.guided.compiler import Compiler
 from allspark_workers.guided.errors import GuideError
 from allspark_workers.guided.guide import Guide
-from allspark_workers.guided.sources import ModelSource
+from allspark_workers.guided.sources import model_source
 from allspark_workers.text import load_tokenizer
+from gguf import GGUFWriter, TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.guided.conftest import make_tokenizer
@@ -81,7 +82,7 @@ def test_text_of_any_tokenizer_follows_the_document(tmp_path: Path, make: str) -
         raw.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
     raw.save(str(tmp_path / "tokenizer.json"))
     size, eos = raw.get_vocab_size() + 5, raw.token_to_id("<|end|>" if make == "bytes" else "</s>")
-    source = ModelSource([str(tmp_path)], size)
+    source = model_source([str(tmp_path)], size)
     for seed in range(4):
         guide = Compiler(4).guide(Document("regex", PATTERN), b"", source, (eos,), [])
         text = raw.decode([*raw.encode("a").ids, *walk(guide, size, eos, seed)])
@@ -91,10 +92,32 @@ def test_text_of_any_tokenizer_follows_the_document(tmp_path: Path, make: str) -
 
 def test_the_tokenizer_inside_a_gguf_file(tmp_path: Path) -> None:
     path = demo_model.fetch()
-    source = ModelSource([str(tmp_path), str(path)], 49152)  # the directory has none
+    source = model_source([str(tmp_path), str(path)], 49152)  # the directory has none
     guide = Compiler(4).guide(Document("regex", r"\p{L}{3,20} \d{5}, ü香"), b"", source, (2,), [])
     text = load_tokenizer(path).decode(walk(guide, 49152, 2))
     assert re.fullmatch(r"[^\W\d_]{3,20} \d{5}, ü香", text), text
+
+
+def test_entries_of_a_gguf_file_whose_text_cannot_be_cut_here(tmp_path: Path) -> None:
+    """SentencePiece, as in GGUF files of Llama 2, Mistral or Phi-3; decoded by the same tokenizer."""
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(ENTRIES)
+    kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    kinds += [TokenType.BYTE] * 256 + [TokenType.NORMAL] * len(PIECES)
+    writer.add_token_types(kinds)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    size, raw = len(ENTRIES) + 5, step_by_step()
+    source = model_source([str(tmp_path / "m.gguf")], size)
+    assert source.control == {0, 1, 2}
+    for seed in range(4):
+        guide = Compiler(4).guide(Document("regex", PATTERN), b"", source, (2,), [])
+        text = raw.decode([raw.token_to_id("a"), *walk(guide, size, 2, seed)])
+        assert re.fullmatch("a" + PATTERN, text), text
+    with pytest.raises(GuideError, match="the model 20"):
+        model_source([str(tmp_path / "m.gguf")], 20)
 
 
 def test_a_tokenizer_that_no_document_can_be_compiled_for_says_so(tmp_path: Path) -> None:
@@ -102,6 +125,6 @@ def test_a_tokenizer_that_no_document_can_be_compiled_for_says_so(tmp_path: Path
     raw.decoder = decoders.WordPiece()
     raw.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(GuideError, match="decoder"):
-        Compiler(4).guide(Document("regex", "ab"), b"", ModelSource([str(tmp_path)], 9), (1,), [])
+        Compiler(4).guide(Document("regex", "ab"), b"", model_source([str(tmp_path)], 9), (1,), [])
     with pytest.raises(GuideError, match="the model 3"):
-        ModelSource([str(tmp_path)], 3)
+        model_source([str(tmp_path)], 3)

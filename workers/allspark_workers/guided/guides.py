@@ -15,7 +15,7 @@ from allspark_proto import allspark_service_pb2 as pb
 
 from allspark_workers.guided.compiler import Compiler
 from allspark_workers.guided.errors import GuideError
-from allspark_workers.guided.sources import ModelSource, RequestSource, Source
+from allspark_workers.guided.sources import Source, model_source, request_source
 from allspark_workers.guided.trial import Trials
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ def vocabulary_of(config: pb.GenerateConfig, facts: ModelFacts) -> tuple[bytes, 
     if config.vocab:
         entries = pb.GenerateConfig(vocab=config.vocab, vocab_type=config.vocab_type)
         state.update(b"request" + entries.SerializeToString(deterministic=True))
-        return state.digest(), partial(RequestSource, config.vocab, config.vocab_type, size)
+        return state.digest(), partial(request_source, config.vocab, config.vocab_type, size)
     paths = facts.tokenizer_paths
     state.update(f"model {facts.digest} {paths}".encode())
-    return state.digest(), partial(ModelSource, paths, size)
+    return state.digest(), partial(model_source, paths, size)
 
 
 def end_tokens(config: pb.GenerateConfig, control: frozenset[int]) -> tuple[int, ...]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from llguidance import LLTokenizer
 
 from allspark_workers.guided.errors import GuideError
-from allspark_workers.guided.vocabulary import Vocabulary, from_entries, read_entries
-from allspark_workers.text import TextError, Tokenizer, find_tokenizer
+from allspark_workers.guided.vocabulary import Vocabulary, from_entries, read_entries, read_gguf
+from allspark_workers.text import TextError, Tokenizer, load_tokenizer
+from allspark_workers.text.gguf_header import read_header
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -68,12 +70,12 @@ class Source(Protocol):
         """The library's view of it with these end tokens. Raises GuideError."""
 
 
-class RequestSource:
-    """The `vocab` and `vocab_type` of a request, for a model of `size` tokens. Raises GuideError."""
+class EntriesSource:
+    """Entries, as a request brings them in `vocab` and `vocab_type`."""
 
-    def __init__(self, vocab: Mapping[str, int], vocab_type: int, size: int) -> None:
-        self._vocabulary = read_entries(vocab, vocab_type, size)
-        self.control = frozenset(self._vocabulary.control)
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self.control = frozenset(vocabulary.control)
 
     def words(self, eos_ids: Sequence[int]) -> Words:
         """Not more than the entries is known: forced text is cut greedily."""
@@ -84,18 +86,18 @@ class RequestSource:
         return Words(from_entries(Vocabulary([*tokens, _END.encode()], [*control, size]), [size]), size)
 
 
-class ModelSource:
-    """The tokenizer of a model: of its directory, or inside its GGUF file. Raises GuideError."""
+class TokenizerSource:
+    """The tokenizer of a model of `size` tokens. Raises GuideError if it has more."""
 
-    def __init__(self, paths: Sequence[str], size: int) -> None:
-        self._tokenizer = _load(paths)
-        self._size = size
-        if self._tokenizer.vocab_size > size:
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        if tokenizer.vocab_size > size:
             raise GuideError(
-                f"the model's tokenizer has {self._tokenizer.vocab_size} tokens, the model {size}; "
+                f"the model's tokenizer has {tokenizer.vocab_size} tokens, the model {size}; "
                 "send the tokens that the model knows as vocab"
             )
-        self.control = self._tokenizer.control_ids
+        self._tokenizer = tokenizer
+        self._size = size
+        self.control = tokenizer.control_ids
 
     def words(self, eos_ids: Sequence[int]) -> Words:
         """Text that the document forces is cut as the model's tokenizer cuts it."""
@@ -126,11 +128,24 @@ def readable(tokenizer_json: str) -> str:
     return json.dumps(tokenizer, ensure_ascii=False)
 
 
-def _load(paths: Sequence[str]) -> Tokenizer:
-    """The first tokenizer that one of the paths has."""
-    try:
-        return find_tokenizer(paths)
-    except TextError as error:
-        raise GuideError(
-            f"the model has no usable tokenizer ({error}): send its entries as vocab and vocab_type"
-        ) from error
+def request_source(vocab: Mapping[str, int], vocab_type: int, size: int) -> Source:
+    """What a request brought for a model of `size` tokens. Raises GuideError."""
+    return EntriesSource(read_entries(vocab, vocab_type, size))
+
+
+def model_source(paths: Sequence[str], size: int) -> Source:
+    """What the first of these model directories and GGUF files has that has something. Raises GuideError."""
+    problems = []
+    for path in map(Path, dict.fromkeys(paths)):
+        try:
+            return TokenizerSource(load_tokenizer(path), size)
+        except (TextError, OSError) as error:
+            problems.append(str(error))
+        if path.suffix == ".gguf":
+            # A kind of tokenizer that cannot cut text here still says what its tokens are.
+            try:
+                return EntriesSource(read_gguf(read_header(path), size))
+            except (TextError, GuideError) as error:
+                problems.append(f"{path}: {error}")
+    why = "; ".join(problems) or "it names no files"
+    raise GuideError(f"the model has no usable tokenizer ({why}): send its entries as vocab and vocab_type")

@@ -1,4 +1,4 @@
-"""The bytes that each token stands for, from a request's `vocab`; and tokenizers of the grammar library.
+"""The bytes that each token stands for, from raw entries; and tokenizers of the grammar library.
 
 `vocab` holds raw tokenizer entries (spec 2.5.7). WPM, SPM, UGM: U+2581 is a space and <0xNN> one byte. BPE:
 every character stands for one byte, by the table that GPT-2 introduced (byte-level BPE).
@@ -7,9 +7,9 @@ every character stands for one byte, by the table that GPT-2 introduced (byte-le
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from allspark_proto import allspark_service_pb2 as pb
 from llguidance import LLTokenizer
@@ -20,6 +20,8 @@ from allspark_workers.guided.errors import GuideError
 #: The library's trie is at most this deep.
 MAX_TOKEN_BYTES: Final = 1000
 _SPACE: Final = "\u2581"
+#: Types of tokens in GGUF: unknown, control, unused.
+_GGUF_NO_TEXT: Final = (2, 3, 5)
 _BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: Tokens that mark something and are not text, by the names that tokenizers give them.
 _CONTROL: Final = re.compile(
@@ -43,16 +45,33 @@ def read_entries(vocab: Mapping[str, int], vocab_type: int, size: int) -> Vocabu
     Raises GuideError for an entry that no tokenizer has.
     """
     is_byte_level = vocab_type == pb.VOCAB_TYPE_BPE and not _is_sentencepiece(vocab)
+    control = [index for entry, index in vocab.items() if _CONTROL.fullmatch(entry)]
+    return _read(vocab.items(), control, is_byte_level, size)
+
+
+def read_gguf(header: Mapping[str, Any], size: int) -> Vocabulary:
+    """The entries of a GGUF header whose text cannot be cut here. Raises GuideError if it has none."""
+    tokens = header.get("tokenizer.ggml.tokens", ())
+    kinds = header.get("tokenizer.ggml.token_type", (1,) * len(tokens))
+    if not tokens or len(kinds) != len(tokens) or len(tokens) > size:
+        raise GuideError(f"its header has {len(tokens)} tokens and {len(kinds)} types, the model {size}")
+    control = [index for index, kind in enumerate(kinds) if kind in _GGUF_NO_TEXT]
+    is_byte_level = header.get("tokenizer.ggml.model") == "gpt2"
+    return _read(((entry, index) for index, entry in enumerate(tokens)), control, is_byte_level, size)
+
+
+def _read(
+    entries: Iterable[tuple[str, int]], control: list[int], is_byte_level: bool, size: int
+) -> Vocabulary:
     table = _byte_table() if is_byte_level else {}
-    tokens, control = [b""] * size, []
-    for entry, index in vocab.items():
-        if _CONTROL.fullmatch(entry):
-            control.append(index)
+    tokens, marks = [b""] * size, set(control)
+    for entry, index in entries:
+        if index in marks:
             tokens[index] = entry.encode()
         else:
             tokens[index] = _byte_level(entry, table) if is_byte_level else _piece(entry)
         if len(tokens[index]) > MAX_TOKEN_BYTES:
-            raise GuideError(f"vocab: token {index} stands for more than {MAX_TOKEN_BYTES} bytes")
+            raise GuideError(f"token {index} stands for more than {MAX_TOKEN_BYTES} bytes")
     return Vocabulary(tokens, control)
 
 
