@@ -1,6 +1,7 @@
 """StartRequest, StopRequest and ReleaseRequest (spec 1.4.9 - 1.4.11)."""
 
 import logging
+from dataclasses import replace
 
 from allspark_bus import keys, response_format, rich_text, text_inputs
 from allspark_bus.errors import Denied, FleetError, ParamError, UnknownRequest
@@ -104,7 +105,8 @@ class Requests:
         )
         outcome = "failed"
         try:
-            outcome = (await self._ledger.admit(entry, digest)).outcome
+            admission = await self._ledger.admit(entry, digest)
+            outcome = admission.outcome
         finally:
             if outcome != "new" and worker is not None:
                 worker.flights.pop(rid, None)
@@ -115,7 +117,7 @@ class Requests:
             )
         if outcome == "new":
             self.accepted_total += 1
-            await self._dispatcher.start(worker, entry)
+            await self._dispatcher.start(worker, replace(entry, epoch=admission.epoch))
 
     async def stop(self, call: pb.StopRequestRequest, tenant: str) -> fleet.Reply:
         """Ends a request; its tokens stay readable. Idempotent."""

@@ -150,13 +150,20 @@ class Ledger:
         return Advance(_text(reply[0]), int(reply[1]), _text(reply[2]), int(reply[3]), int(reply[4]))
 
     async def append(self, appends: Sequence[Append]) -> list[tuple[int, int]]:
-        """Appends one step of many requests in one round trip: a (code, tokens in the stream) for each."""
-        commands = [self._append_command(a) for a in appends]
-        ended = [a for a in appends if a.ending is not None]
-        replies = await self._store.batch(
-            commands + [("ZREM", keys.open_requests(a.model), a.request_id) for a in ended]
-        )
-        return [(int(code), int(n)) for code, n in replies[: len(appends)]]
+        """Appends one step of many requests: a (code, tokens in the stream) for each.
+
+        One round trip, and another one if some of them end.
+        """
+        replies = await self._store.batch([self._append_command(a) for a in appends])
+        answers = [(int(code), int(n)) for code, n in replies]
+        terminal = [(a, code) for a, (code, _) in zip(appends, answers, strict=True) if a.ending is not None]
+        # Not before the answers: a refused zombie must not hide a request that goes on elsewhere.
+        ended = [a for a, code in terminal if code == APPENDED]
+        await self._store.batch([("ZREM", keys.open_requests(a.model), a.request_id) for a in ended])
+        for a, code in terminal:
+            if code == CLOSED:  # perhaps by this very append, if its first answer was lost
+                await self._unindex_if_wrong(a.request_id, a.model)
+        return answers
 
     def _append_command(self, a: Append) -> tuple[Arg, ...]:
         end = a.ending

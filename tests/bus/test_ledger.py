@@ -4,7 +4,19 @@ import asyncio
 
 import pytest
 from allspark_bus import keys
-from allspark_bus.ledger import APPENDED, CLOSED, GAP, STALE, Append, Ending, Entry, Ledger, Ttl, now_ms
+from allspark_bus.ledger import (
+    APPENDED,
+    CLOSED,
+    GAP,
+    STALE,
+    Admission,
+    Append,
+    Ending,
+    Entry,
+    Ledger,
+    Ttl,
+    now_ms,
+)
 from allspark_bus.store import Store
 from allspark_bus.streams import Streams, Told
 from allspark_proto import records
@@ -68,6 +80,27 @@ async def test_advance_is_a_compare_and_set_that_may_be_repeated(ledger: Ledger)
     winner = "w2" if first.outcome == "ok" else "w3"
     again = await ledger.advance(RID, 1, winner)
     assert (again.outcome, again.epoch) == ("ok", 2)
+
+
+async def test_worker_of_a_released_request_cannot_append_to_its_successor(ledger: Ledger) -> None:
+    await ledger.admit(entry(), b"d1")
+    assert (await ledger.advance(RID, 1, "w2")).epoch == 2
+    await ledger.release(RID)
+    assert await ledger.admit(entry(), b"d1") == Admission("new", 3, "w1")
+    for old in (1, 2):
+        assert await ledger.append([append(0, 99, epoch=old)]) == [(STALE, 0)]
+    assert await ledger.append([append(0, 10, epoch=3)]) == [(APPENDED, 1)]
+
+
+async def test_refused_end_of_a_zombie_leaves_the_request_to_those_who_look_for_orphans(
+    ledger: Ledger,
+) -> None:
+    await ledger.admit(entry(), b"d")
+    await ledger.advance(RID, 1, "", died=True)
+    assert await ledger.append([append(0, 9, ending=Ending(3, "eos"))]) == [(STALE, 0)]
+    assert await ledger.open_requests("m") == [RID]
+    assert await ledger.append([append(0, 9, epoch=2, ending=Ending(3, "eos"))]) == [(APPENDED, 1)]
+    assert await ledger.open_requests("m") == []
 
 
 async def test_finish_ends_once_and_fences_the_worker(ledger: Ledger, streams: Streams) -> None:
