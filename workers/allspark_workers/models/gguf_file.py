@@ -14,32 +14,15 @@ import torch
 from allspark_kernels import QuantisedWeight
 
 from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
-from allspark_workers.models.architecture import Architecture, RopeParams
+from allspark_workers.models.architecture import Architecture, MoeParams, RopeParams
 from allspark_workers.models.gguf_codes import KEPT_BITS, quantised_weight
+from allspark_workers.models.gguf_families import ARCHITECTURES, family_of, hugging_face_tensors
 from allspark_workers.models.gguf_header import GGUFFormatError, TensorInfo, read_gguf
 
-# GGUF has no name of its own for Mistral: it is stored as llama.
-_ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
+# Gemma 2 and 3 with 27 billion parameters.
+_SCALED_BY_HIDDEN: Final = {("gemma2", 46), ("gemma3", 62)}
+_SOFTMAX: Final = 1
 _ROPE_TYPES: Final = {"none": "default", "linear": "linear", "yarn": "yarn"}
-_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_BLOCK_NAME = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -55,8 +38,15 @@ class GGUFFile:
             raise ModelIOError(f"{path} is truncated or not a GGUF file: {error}") from error
         except OSError as error:
             raise ModelIOError(f"cannot read {path}: {error}") from error
-        named = {_hugging_face_name(name): tensor for name, tensor in self._header.tensors.items()}
-        self._tensors = {name: tensor for name, tensor in named.items() if name is not None}
+        self._name: str = str(self._field("general.architecture"))
+        family = family_of(self._name)
+        if family is None:
+            known = ", ".join(ARCHITECTURES)
+            raise UnsupportedModelError(
+                f"{self.location}: GGUF architecture {self._name!r} is not supported; known: {known}"
+            )
+        self._family = family
+        self._tensors = dict(hugging_face_tensors(self._header.tensors, family))
         self.architecture = self._read_architecture()
         self.dtype = self._own_dtype()
 
@@ -86,7 +76,10 @@ class GGUFFile:
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelIOError(f"{self.location} has no tensor for {name}: the file is incomplete")
-        return self._unpermute(name, _to_torch(tensor, self.location))
+        values = _to_torch(tensor, self.location)
+        if values.ndim == 1 and name.endswith("shared_expert_gate.weight"):
+            values = values.unsqueeze(0)  # a matrix of one row, stored without its first dimension
+        return self._unpermute(name, values)
 
     def _is_permuted(self, name: str) -> bool:
         return self._name == "llama" and re.search(r"self_attn\.[qk]_proj\.", name) is not None
@@ -118,15 +111,10 @@ class GGUFFile:
         return _PLAIN.get(counts.most_common(1)[0][0], torch.bfloat16)
 
     def _read_architecture(self) -> Architecture:
-        name = self._field("general.architecture")
-        if name not in _ARCHITECTURES:
-            known = ", ".join(_ARCHITECTURES)
+        if self._key("expert_count", 0) and not self._family.has_experts:
             raise UnsupportedModelError(
-                f"{self.location}: GGUF architecture {name!r} is not supported; known: {known}"
+                f"{self.location}: mixture-of-experts models of {self._name} are not supported"
             )
-        self._name: str = name
-        if self._key("expert_count", 0):
-            raise UnsupportedModelError(f"{self.location}: mixture-of-experts models are not supported")
         try:
             return self._architecture()
         except (KeyError, TypeError, ValueError) as error:
@@ -140,9 +128,9 @@ class GGUFFile:
         eos = self._field("tokenizer.ggml.eos_token_id")
         end_of_turn = self._field("tokenizer.ggml.eot_token_id")
         num_layers = int(self._need("block_count"))
-        window = self._key("attention.sliding_window", 0)
+        family, rope = self._family, self._rope(head_dim, context)
         return Architecture(
-            family=self._name,
+            family=family.name,
             vocab_size=names["model.embed_tokens.weight"].shape[0],
             hidden_size=hidden,
             intermediate_size=int(self._need("feed_forward_length")),
@@ -152,14 +140,61 @@ class GGUFFile:
             head_dim=head_dim,
             norm_eps=float(self._need("attention.layer_norm_rms_epsilon")),
             max_positions=context,
-            rope=self._rope(head_dim, context),
+            rope=rope,
             has_qkv_bias="model.layers.0.self_attn.q_proj.bias" in names,
             has_output_bias="model.layers.0.self_attn.o_proj.bias" in names,
             has_mlp_bias="model.layers.0.mlp.up_proj.bias" in names,
             has_qk_norm="model.layers.0.self_attn.q_norm.weight" in names,
             is_tied="lm_head.weight" not in names,
-            windows=(int(window),) * num_layers if window else (),
+            windows=self._windows(num_layers),
             eos_token_ids=tuple(dict.fromkeys(int(i) for i in (eos, end_of_turn) if i is not None)),
+            activation=family.activation,
+            has_post_norms=family.names.mlp_post_norm is not None,
+            is_rope_interleaved=family.is_rope_interleaved,
+            embedding_scale=float(hidden) ** 0.5 if family.scales_embeddings else 1.0,
+            query_scale=self._query_scale(num_layers, hidden, heads),
+            attention_soft_cap=float(self._key("attn_logit_softcapping", family.attention_soft_cap)),
+            final_soft_cap=float(self._key("final_logit_softcapping", family.final_soft_cap)),
+            local_rope=self._local_rope(rope),
+            moe=self._experts(num_layers),
+        )
+
+    def _windows(self, num_layers: int) -> tuple[int, ...]:
+        window = int(self._key("attention.sliding_window", 0))
+        period = self._family.window_pattern if self._family.windows == "pattern" else 0
+        local = [not period or (i + 1) % period != 0 for i in range(num_layers)]
+        return tuple(window if is_local else 0 for is_local in local) if window and any(local) else ()
+
+    def _query_scale(self, num_layers: int, hidden: int, heads: int) -> float | None:
+        """Files do not say it; the two models that divide by another width are known by their depth."""
+        if (self._name, num_layers) in _SCALED_BY_HIDDEN:
+            return float((hidden / heads) ** -0.5)
+        return None
+
+    def _local_rope(self, rope: RopeParams) -> RopeParams | None:
+        theta = self._family.local_rope_theta
+        if theta is None:
+            return None
+        return RopeParams(
+            theta=float(self._key("rope.freq_base_swa", theta)),
+            rotary_dim=rope.rotary_dim,
+            original_max_positions=rope.original_max_positions,
+        )
+
+    def _experts(self, num_layers: int) -> MoeParams | None:
+        if not self._family.has_experts:
+            return None
+        if self._key("expert_gating_func", _SOFTMAX) != _SOFTMAX:
+            raise UnsupportedModelError(f"{self.location}: only routing by softmax is supported")
+        has_shared = self._family.has_shared_expert
+        return MoeParams(
+            num_experts=int(self._need("expert_count")),
+            top_k=int(self._need("expert_used_count")),
+            expert_size=int(self._need("expert_feed_forward_length")),
+            shared_size=int(self._need("expert_shared_feed_forward_length")) if has_shared else 0,
+            # Files written before this key was: only the models with a shared expert do not normalise.
+            is_normalised=bool(self._key("expert_weights_norm", not has_shared)),
+            is_sparse=tuple(f"model.layers.{i}.mlp.gate.weight" in self._tensors for i in range(num_layers)),
         )
 
     def _rope(self, head_dim: int, context: int) -> RopeParams:
@@ -169,9 +204,9 @@ class GGUFFile:
                 f"{self.location}: rope scaling {kind!r} is not supported; known: {', '.join(_ROPE_TYPES)}"
             )
         attention_factor = self._key("rope.scaling.attn_factor", None)
-        divisors = self._header.tensors.get("rope_freqs.weight")
+        short, long = (self._divisors(f"rope_factors_{which}.weight") for which in ("short", "long"))
         return RopeParams(
-            kind=_ROPE_TYPES[kind],
+            kind="longrope" if short else _ROPE_TYPES[kind],
             theta=float(self._key("rope.freq_base", 10000.0)),
             rotary_dim=int(self._key("rope.dimension_count", head_dim)),
             factor=float(self._key("rope.scaling.factor", 1.0)),
@@ -179,8 +214,14 @@ class GGUFFile:
             attention_factor=None if attention_factor is None else float(attention_factor),
             beta_fast=float(self._key("rope.scaling.yarn_beta_fast", 32.0)),
             beta_slow=float(self._key("rope.scaling.yarn_beta_slow", 1.0)),
-            divisors=() if divisors is None else tuple(_to_torch(divisors, self.location).float().tolist()),
+            divisors=self._divisors("rope_freqs.weight"),
+            short_divisors=short,
+            long_divisors=long,
         )
+
+    def _divisors(self, name: str) -> tuple[float, ...]:
+        tensor = self._header.tensors.get(name)
+        return () if tensor is None else tuple(_to_torch(tensor, self.location).float().tolist())
 
     def _field(self, name: str) -> Any:
         return self._header.metadata.get(name)
@@ -198,15 +239,6 @@ class GGUFFile:
         if value is None:
             raise KeyError(f"{self._name}.{name}")
         return value
-
-
-def _hugging_face_name(name: str) -> str | None:
-    if name in _TOP:
-        return _TOP[name]
-    match = _BLOCK_NAME.fullmatch(name)
-    if match is None or match[2] not in _BLOCK:
-        return None
-    return f"model.layers.{match[1]}.{_BLOCK[match[2]]}.{match[3]}"
 
 
 def _to_torch(tensor: TensorInfo, location: str) -> torch.Tensor:

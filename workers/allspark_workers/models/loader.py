@@ -130,6 +130,7 @@ def _open(config: ModelConfig) -> tuple[Architecture, WeightSource, list[Path]]:
     arch = read_architecture(model)
     if weights.is_file() and weights.suffix == ".gguf":
         gguf_file = GGUFFile(weights)
+        arch = replace(arch, norm_offset=0.0)  # these files hold the whole weights of norms
         return arch, gguf_file, [model / "config.json", weights]
     if not weights.is_dir():
         raise ModelIOError(f"{weights} is neither a directory with safetensors nor a .gguf file")
