@@ -1,9 +1,11 @@
 """Section 2.3: Tensor, TensorMap, TensorListMap, and the inputs of a Generate request."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from allspark.text import load_tokenizer
 from allspark_proto import allspark_service_pb2 as pb
 from google.protobuf.descriptor import Descriptor
 
@@ -157,6 +159,26 @@ def a_STRING_tensor_is_one_UTF8_string(s: Server) -> None:
     not_utf8.data = b"\xff\xfe"
     two.shape.dims[:] = [2]
     assert [status(good), status(not_utf8), status(two)] == [OK, PARAM, PARAM]
+
+
+@case("text", "TensorMap.tensor_map", "GeneratedElements.tensors_from_model_inference", T + "data")
+def a_prompt_as_text_is_the_prompt_of_its_tokens_and_text_comes_back(s: Server) -> None:
+    """An extension of this project: a STRING tensor `text` instead of input_ids."""
+    tokenizer = load_tokenizer(Path(s.reference_path))
+    message = request(s.main, PROMPT, max_length=60)
+    message.inputs.Clear()
+    message.inputs.tensor_map["text"].CopyFrom(text_tensor("a prompt"))
+    live = s.submit(message)
+    tokens, text = [], ""
+    while (element := live.get()).ids_from_generate:
+        tokens += element.ids_from_generate
+        piece = element.tensors_from_model_inference.tensor_map["text"]
+        assert (piece.data_type, list(piece.shape.dims)) == (pb.STRING, [1])
+        text += piece.data.decode()
+    assert live.release() == OK
+    prompt = tokenizer.encode("a prompt")
+    assert tokens == s.generate(prompt, max_length=60)
+    assert text == tokenizer.decode(tokens)
 
 
 @case("2.3.4", "TensorMap.tensor_map")
