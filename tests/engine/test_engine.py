@@ -12,7 +12,7 @@ import torch
 from allspark_workers.engine import runner
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.errors import ModelMemoryError
-from allspark_workers.engine.scheduler import Row
+from allspark_workers.engine.step_plan import Row
 from allspark_workers.engine.types import FinishReason, StepOutput
 from engine_helpers import VOCAB, Collected, random_prompt, request, run_all
 

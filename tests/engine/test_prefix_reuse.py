@@ -16,8 +16,8 @@ from allspark_workers.convert import model_config
 from allspark_workers.engine import host_store
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.host_store import SpanStore
-from allspark_workers.engine.scheduler import Row
 from allspark_workers.engine.sequence import NO_ROW
+from allspark_workers.engine.step_plan import Row
 from allspark_workers.engine.types import EmbeddingRun, EngineRequest, Task
 from allspark_workers.models.decoder import KVCache
 from allspark_workers.settings import WorkerSettings

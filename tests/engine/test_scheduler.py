@@ -8,8 +8,9 @@ import numpy as np
 from allspark_bus.prefix_keys import PrefixSalt
 from allspark_workers.engine.pages import PageLedger
 from allspark_workers.engine.prefix_cache import PrefixCache
-from allspark_workers.engine.scheduler import Row, Scheduler, StepPlan
+from allspark_workers.engine.scheduler import Scheduler
 from allspark_workers.engine.sequence import NO_ROW, Sequence
+from allspark_workers.engine.step_plan import Row, StepPlan
 from allspark_workers.engine.types import EngineRequest, GenerationParams
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -20,7 +20,8 @@ from allspark_workers.engine.beams import BeamSearch, Candidates
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.families import sequence_seed
 from allspark_workers.engine.inference import HiddenStates
-from allspark_workers.engine.scheduler import Row, Scheduler
+from allspark_workers.engine.scheduler import Scheduler
+from allspark_workers.engine.step_plan import Row
 from allspark_workers.engine.types import EngineRequest, FinishReason, StepOutput, Task
 from engine_helpers import random_prompt, request
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from allspark_workers.engine.scheduler import Row
+from allspark_workers.engine.step_plan import Row
 
 Int64 = NDArray[np.int64]
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from allspark_workers.engine.scheduler import Row
+from allspark_workers.engine.step_plan import Row
 
 # Per piece: the token of the step that it begins with, values [rows, hidden].
 GivenEmbeddings = list[tuple[int, NDArray[np.float32]]]

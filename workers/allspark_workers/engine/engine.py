@@ -25,10 +25,11 @@ from allspark_workers.engine.pages import PageLedger
 from allspark_workers.engine.profiler import Profiler
 from allspark_workers.engine.promises import fulfil, promise, reserve, withdraw
 from allspark_workers.engine.runner import Result, Runner
-from allspark_workers.engine.scheduler import Row, Scheduler
+from allspark_workers.engine.scheduler import Scheduler
 from allspark_workers.engine.sequence import Sequence
 from allspark_workers.engine.sharing import members_of
 from allspark_workers.engine.stats import Counters, engine_stat
+from allspark_workers.engine.step_plan import Row
 from allspark_workers.engine.swap import Swapped, swap_out
 from allspark_workers.engine.threads import apply_threads
 from allspark_workers.engine.types import (

@@ -22,8 +22,9 @@ from allspark_workers.engine.kv import copy_spans
 from allspark_workers.engine.masks import Masks
 from allspark_workers.engine.profiler import Profiler
 from allspark_workers.engine.sampler import Sampler
-from allspark_workers.engine.scheduler import Row, Scheduler
+from allspark_workers.engine.scheduler import Scheduler
 from allspark_workers.engine.sequence import Sequence
+from allspark_workers.engine.step_plan import Row
 from allspark_workers.models.decoder import KVCache, StepTensors
 from allspark_workers.models.loader import Model
 from allspark_workers.models.ops import DIRECT, KernelOps, timed_ops

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,33 +20,7 @@ from allspark_workers.engine.pages import PageLedger
 from allspark_workers.engine.prefix_cache import Node, PrefixCache
 from allspark_workers.engine.sequence import NO_ROW, Sequence
 from allspark_workers.engine.sharing import Gang, best_donor, leader_of, members_of
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Tokens `start .. start+count-1` of one request; the last of them yields a result if `samples`."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step: decode rows first. `exhausted` requests cannot go on even with the whole pool.
-
-    `copies` maps spans to those whose content they get, all at once, before anything is computed.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    copies: dict[int, int] = field(default_factory=dict)
-    preempted: list[Sequence] = field(default_factory=list)
-    exhausted: list[Sequence] = field(default_factory=list)
-
-    def copy(self, source: int, span: int) -> None:
-        """Let `span` have the content that `source` has, or is about to get."""
-        self.copies[span] = self.copies.get(source, source)
+from allspark_workers.engine.step_plan import Row, StepPlan
 
 
 def _order(sequence: Sequence) -> tuple[int, float, int]:
@@ -205,7 +178,7 @@ class Scheduler:
             if self._reserve_next(seq, plan):
                 plan.rows.append(Row(seq, seq.num_computed, 1, not seq.is_probe))
         if plan.preempted:
-            _drop_rows(plan)
+            plan.drop_rows_that_left()
 
     def _reserve_next(self, seq: Sequence, plan: StepPlan) -> bool:
         """Give the newest token a span it may write to, at the cost of requests that are served later."""
@@ -315,7 +288,7 @@ class Scheduler:
             self.preempt(victim)
         if victims:
             plan.preempted += victims
-            _drop_rows(plan)
+            plan.drop_rows_that_left()
         return True
 
     def _needs(self, seq: Sequence) -> tuple[int, int, set[int]]:
@@ -410,7 +383,3 @@ class Scheduler:
         seq.row = NO_ROW
         seq.is_marked = False
         seq.is_parked = False
-
-
-def _drop_rows(plan: StepPlan) -> None:
-    plan.rows = [row for row in plan.rows if row.sequence.row != NO_ROW]
