@@ -13,6 +13,7 @@ SPAN_SIZES = (0, 16, 32, 64, 128)
 CACHE_MODES = (0, 1, 2)
 PRECISIONS = ("", "highest", "high", "medium", "medium_bf16", "medium_fp16", *WEIGHT_FORMATS)
 MAX_NAME_BYTES = 128
+MAX_BATCH = 65_536  # workers keep a slot for each
 MAX_ADAPTERS = 1024
 
 
@@ -30,6 +31,8 @@ def check_config(config: pb.ModelStructConfig) -> None:
     for name in ("cache_span_num_init", "cache_span_num_grow", "num_threads", "engine_max_batch"):
         if getattr(config, name) < 0:
             raise ParamError(f"{name} is {getattr(config, name)}; it must not be negative")
+    if config.engine_max_batch > MAX_BATCH:
+        raise ParamError(f"engine_max_batch is {config.engine_max_batch}, the limit is {MAX_BATCH}")
     if config.matmul_precision not in PRECISIONS:
         raise ParamError(
             f"matmul_precision {config.matmul_precision!r} is unknown; legal are {', '.join(PRECISIONS[1:])}"

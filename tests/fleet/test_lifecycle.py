@@ -90,6 +90,8 @@ BAD_BUILDS = [
     ({"matmul_precision": "sloppy"}, PARAM, "matmul_precision"),
     ({"engine_max_length": 2}, PARAM, "engine_max_length"),
     ({"engine_max_batch": -1}, PARAM, "engine_max_batch"),
+    ({"engine_max_batch": 65_537}, PARAM, "engine_max_batch"),
+    ({"swap_threshold": -2}, PARAM, "swap_threshold"),
     ({"cache_span_size": 17}, PARAM, "cache_span_size"),
     ({"cache_mode": 3}, PARAM, "cache_mode is 3, legal are 0, 1 (int8), 2 (uint4)"),
     ({"cache_mode": -1}, PARAM, "cache_mode is -1"),
