@@ -32,6 +32,13 @@ demo: $(VENV)/.run-installed ## Run a fleet with the demo model, ask it one ques
 test: lint types proto-check imports ## Everything that CI runs
 	$(BIN)/python -m pytest -n 2
 
+# An empty SEED is a new one each time; the report goes to build/chaos.
+FAULTS ?= 1000
+SEED ?=
+.PHONY: chaos
+chaos: $(VENV)/.dev-installed ## Kill, pause and upgrade everything under load (FAULTS=1000 SEED=...)
+	$(BIN)/python -m tests.chaos --faults $(FAULTS) $(if $(SEED),--seed $(SEED))
+
 .PHONY: lint
 lint: $(VENV)/.dev-installed ## Style
 	$(BIN)/ruff check .

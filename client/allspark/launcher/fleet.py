@@ -91,6 +91,21 @@ class Fleet:
         worker.wait_ready(self.options.start_timeout_s)
         return worker
 
+    def replace(self, process: ManagedProcess) -> ManagedProcess:
+        """Stop a broker, gateway or worker in order and start another in its place, on its addresses.
+
+        One at a time, this is a rolling upgrade. Returns the new process when it is ready.
+        """
+        groups = {"broker": self.brokers, "gateway": self.gateways, "worker": self.workers}
+        kind, _, index = process.name.partition("-")
+        process.stop(self.options.drain_s + STOP_MARGIN_S)
+        successor = self._new_process(kind, int(index))
+        successor.ready = process.ready
+        groups[kind][int(index)] = successor
+        successor.start()
+        successor.wait_ready(self.options.start_timeout_s)
+        return successor
+
     def load_model(self, name: str, path: Path, options: ModelOptions | None = None) -> None:
         """Build and start a model through gRPC, as any client would; returns when it serves.
 

@@ -118,6 +118,10 @@ class ManagedProcess:
         self._may_restart = self._may_restart and restart
         self.signal(signal.SIGKILL)
 
+    def forgive(self) -> None:
+        """Forget earlier restarts: the next one comes at once. For those who kill it on purpose."""
+        self._restarts.clear()
+
     def signal(self, signum: int) -> None:
         """Send a signal, if it runs."""
         process = self._process

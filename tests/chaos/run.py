@@ -1,0 +1,195 @@
+"""One chaos run: a fleet of real processes, load, the faults of a seed, and the final accounts."""
+
+import asyncio
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from allspark.client import AsyncClient
+from allspark.launcher import Fleet, FleetOptions, ManagedProcess
+from allspark_bus import keys
+from allspark_bus.store import Store
+
+from tests.chaos.load import MODEL, Load, Story
+from tests.chaos.schedule import Fault, plan
+from tests.conftest import ValkeyProcess
+
+SCRIPTED = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")
+READY_S = 120.0
+BALANCE_S = 30.0
+AT_ONCE = 2  # faults in progress
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`worker_timeout_s` None: the default of the broker."""
+
+    seed: int
+    faults: int
+    workers: int = 3
+    brokers: int = 2
+    gateways: int = 2
+    clients: int = 16
+    longest_pause_s: float = 8.0
+    worker_timeout_s: float | None = None
+    log: Path | None = None
+
+    @property
+    def replay(self) -> str:
+        """The command that repeats this run."""
+        timeout = "" if self.worker_timeout_s is None else f" --worker-timeout-s {self.worker_timeout_s:g}"
+        return (
+            f"python -m tests.chaos --seed {self.seed} --faults {self.faults} --workers {self.workers} "
+            f"--brokers {self.brokers} --gateways {self.gateways} --clients {self.clients} "
+            f"--longest-pause-s {self.longest_pause_s:g}{timeout}"
+        )
+
+
+@dataclass
+class Outcome:
+    """`hits`: each fault and when it struck. `complaints` is empty if every promise was kept."""
+
+    options: Options
+    hits: list[tuple[Fault, float]] = field(default_factory=list)
+    stories: list[Story] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+    denied: int = 0
+    seconds: float = 0.0
+
+    def reasons(self) -> Counter[str]:
+        """How the requests ended."""
+        return Counter(s.finish_reason or "no end" for s in self.stories)
+
+
+def run(options: Options) -> Outcome:
+    """Runs the schedule of a seed; raises only if the fleet cannot be started."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        (root / "data").mkdir()
+        (root / "m.json").write_text('{"max_length": 512, "max_batch": 8, "step_s": 0.01}')
+        valkey = ValkeyProcess(root / "data")
+        valkey.start()
+        try:
+            log = options.log.open("w") if options.log else None
+            started = time.monotonic()
+
+            def report(name: str, line: str) -> None:
+                if log is not None:
+                    log.write(f"{time.monotonic() - started:9.3f} {name} | {line}\n")
+
+            with Fleet(_fleet_options(options, root, valkey.url), report) as fleet:
+                fleet.load_model(MODEL, root / "m.json")
+                outcome = asyncio.run(_Run(options, fleet, valkey).run())
+            if log is not None:
+                log.close()
+            return outcome
+        finally:
+            valkey.kill()
+
+
+def _fleet_options(options: Options, root: Path, redis: str) -> FleetOptions:
+    timeout = options.worker_timeout_s
+    return FleetOptions(
+        workers=options.workers,
+        brokers=options.brokers,
+        gateways=options.gateways,
+        redis=redis,
+        model_roots=(root,),
+        drain_s=5.0,
+        start_timeout_s=READY_S,
+        worker_command=(sys.executable, SCRIPTED),
+        broker_args=() if timeout is None else (f"--worker-timeout-s={timeout}",),
+    )
+
+
+class _Run:
+    def __init__(self, options: Options, fleet: Fleet, valkey: ValkeyProcess) -> None:
+        self._options = options
+        self._fleet = fleet
+        self._valkey = valkey
+        self._groups = {"worker": fleet.workers, "broker": fleet.brokers, "gateway": fleet.gateways}
+        self._locks: dict[tuple[str, int], asyncio.Lock] = {}
+        self._room = asyncio.Semaphore(AT_ONCE)
+        self._outcome = Outcome(options)
+
+    async def run(self) -> Outcome:
+        options, outcome, began = self._options, self._outcome, time.monotonic()
+        sizes = {kind: len(group) for kind, group in self._groups.items()} | {"store": 1}
+        faults = plan(options.seed, options.faults, sizes, options.longest_pause_s)
+        store = Store(self._valkey.url, patience_s=None)
+        load = Load(options.seed, self._fleet.addresses, store, options.clients)
+        loading = asyncio.create_task(load.run())
+        async with asyncio.TaskGroup() as group:
+            for fault in faults:
+                await asyncio.sleep(fault.delay_s)  # the schedule
+                await self._room.acquire()
+                group.create_task(self._guarded(fault))
+        load.finish()
+        await loading
+        outcome.stories, outcome.denied = load.stories, load.denied
+        outcome.complaints += load.complaints + await self._balance(store)
+        await store.close()
+        outcome.seconds = time.monotonic() - began
+        return outcome
+
+    async def _guarded(self, fault: Fault) -> None:
+        try:
+            async with self._locks.setdefault((fault.kind, fault.target), asyncio.Lock()):
+                self._outcome.hits.append((fault, time.monotonic()))
+                await self._hit(fault)
+        except Exception as e:  # noqa: BLE001 - a process that does not come back is a finding
+            self._outcome.complaints.append(f"{fault}: {e!r}")
+        finally:
+            self._room.release()
+
+    async def _hit(self, fault: Fault) -> None:
+        if fault.kind == "store":
+            await self._hit_store(fault)
+            return
+        process: ManagedProcess = self._groups[fault.kind][fault.target]
+        if fault.action == "pause":
+            process.signal(signal.SIGSTOP)
+            await asyncio.sleep(fault.pause_s)  # what the fault is
+            process.signal(signal.SIGCONT)
+        elif fault.action == "kill":
+            process.forgive()
+            starts = process.num_starts
+            process.kill()
+            await asyncio.to_thread(process.wait_ready, READY_S, starts + 1)
+        else:
+            await asyncio.to_thread(self._fleet.replace, process)
+
+    async def _hit_store(self, fault: Fault) -> None:
+        if fault.action == "kill":
+            self._valkey.kill()
+            await asyncio.to_thread(self._valkey.start)
+        elif self._valkey.process is not None:
+            self._valkey.process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(fault.pause_s)  # what the fault is
+            self._valkey.process.send_signal(signal.SIGCONT)
+
+    async def _balance(self, store: Store) -> list[str]:
+        """Soon after the last release ledgers balance, and only the model and tombstones are left."""
+        until = time.monotonic() + BALANCE_S
+        async with AsyncClient(self._fleet.addresses, timeout_s=5.0) as client:
+            while True:
+                stat = await client.stat(MODEL)
+                used = (stat.used_span, stat.pendding_request, stat.running_request)
+                wrong = [f"when idle, spans used, pending and running are {used}"] if any(used) else []
+                wrong += await _leftovers(store)
+                if not wrong or time.monotonic() > until:
+                    return wrong
+                await asyncio.sleep(0.2)  # brokers tidy up in intervals
+
+
+async def _leftovers(store: Store) -> list[str]:
+    allowed = {keys.MODELS, keys.model(MODEL)}
+    found = {k.decode() for k in await store.command("KEYS", "*")} - allowed
+    tombstones = {k for k in found if k.startswith("as:req:")}
+    states = await store.batch([("HGET", k, "st") for k in sorted(tombstones)])
+    left = [k for k, state in zip(sorted(tombstones), states, strict=True) if state != b"released"]
+    return [f"left in the store: {k}" for k in sorted(found - tombstones) + left]

@@ -1,0 +1,73 @@
+"""What goes wrong and what is asked meanwhile: pure functions of a seed, so that a run can be repeated."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: How often each fault is chosen. A kill is SIGKILL, a pause SIGSTOP and SIGCONT, an upgrade SIGTERM and then
+#: a successor.
+WEIGHTS = {
+    ("worker", "kill"): 5,
+    ("worker", "pause"): 2,
+    ("worker", "upgrade"): 2,
+    ("broker", "kill"): 3,
+    ("broker", "pause"): 1,
+    ("broker", "upgrade"): 1,
+    ("gateway", "kill"): 3,
+    ("gateway", "pause"): 1,
+    ("gateway", "upgrade"): 1,
+    ("store", "kill"): 1,
+    ("store", "pause"): 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`delay_s` after the previous one `target` (an index into its kind) is hit; a pause lasts `pause_s`."""
+
+    delay_s: float
+    kind: str
+    action: str
+    target: int
+    pause_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.action}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of the load. `stop_after` tokens its client stops it; 0: it runs to its end."""
+
+    prompt: list[int]
+    num_tokens: int
+    seed: int
+    stop_after: int = 0
+
+
+def plan(seed: int, count: int, sizes: Mapping[str, int], longest_pause_s: float) -> list[Fault]:
+    """The faults of a seed. The first ones are one of each kind, in an order that depends on the seed."""
+    rng = random.Random(seed)
+    names = list(WEIGHTS)
+    first = rng.sample(names, len(names))
+    chosen = first[:count] + rng.choices(names, list(WEIGHTS.values()), k=max(0, count - len(first)))
+    return [
+        Fault(
+            rng.uniform(0.2, 1.5),
+            kind,
+            action,
+            rng.randrange(sizes[kind]),
+            rng.uniform(0.2, longest_pause_s) if action == "pause" else 0.0,
+        )
+        for kind, action in chosen
+    ]
+
+
+def ask(seed: int, index: int) -> Ask:
+    """The load's request of this number."""
+    rng = random.Random(f"{seed}/{index}")
+    prompt = [rng.randrange(1, 1000) for _ in range(rng.randint(1, 40))]
+    num_tokens = rng.randint(1, 60)
+    stop_after = rng.randint(1, num_tokens) if rng.random() < 0.1 else 0
+    return Ask(prompt, num_tokens, rng.randrange(1 << 31), stop_after)

@@ -1,0 +1,46 @@
+"""A short schedule of every kind of fault against a fleet of processes; `make chaos` runs a long one."""
+
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.chaos import report
+from tests.chaos.load import Story
+from tests.chaos.run import Options, Outcome, run
+from tests.chaos.schedule import WEIGHTS, Fault, ask, plan
+
+SEED = 20_261_201
+SHORT = Options(
+    SEED, len(WEIGHTS), workers=2, brokers=2, gateways=2, clients=8, longest_pause_s=2.5, worker_timeout_s=1.5
+)
+
+
+@pytest.mark.slow
+def test_every_request_survives_every_kind_of_fault() -> None:
+    outcome = run(SHORT)
+    assert not outcome.complaints, "\n".join([f"repeat it with: {SHORT.replay}", *outcome.complaints])
+    assert {(fault.kind, fault.action) for fault, _ in outcome.hits} == set(WEIGHTS)
+    assert len(outcome.stories) > SHORT.clients
+    assert outcome.reasons()["length"] > len(outcome.stories) / 2
+
+
+def test_schedule_is_a_function_of_its_seed() -> None:
+    sizes = {"worker": 3, "broker": 2, "gateway": 2, "store": 1}
+    assert plan(1, 200, sizes, 8.0) == plan(1, 200, sizes, 8.0) != plan(2, 200, sizes, 8.0)
+    assert {(f.kind, f.action) for f in plan(1, len(WEIGHTS), sizes, 8.0)} == set(WEIGHTS)
+    assert [ask(1, i) for i in range(50)] == [ask(1, i) for i in range(50)] != [ask(2, i) for i in range(50)]
+    assert replace(SHORT, seed=5).replay.startswith("python -m tests.chaos --seed 5 --faults 11 ")
+
+
+def test_wait_is_charged_to_the_fault_that_explains_it() -> None:
+    kill, pause = Fault(0, "worker", "kill", 0), Fault(0, "store", "pause", 0, 1.0)
+    story = Story(0, ask(1, 0), events=[9.0, 10.5, 10.6, 13.0, 21.0, 24.0])
+    outcome = Outcome(SHORT, hits=[(pause, 20.0), (kill, 10.0)], stories=[story])
+    # 10.6 to 13 comes after the kill; 13 to 21 holds the pause, of which one second lies after it.
+    assert report.recoveries(outcome) == {"store pause": [3.0], "worker kill": [pytest.approx(2.4)]}
+    assert "| worker kill | 1 | 2.40 | 2.40 | 2.40 | 2.40 |" in report.markdown(outcome)
+    circles = ElementTree.fromstring(report.svg(report.recoveries(outcome))).iter(
+        "{http://www.w3.org/2000/svg}circle"
+    )
+    assert len(list(circles)) == 2
