@@ -22,6 +22,7 @@ from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from google.protobuf.message import DecodeError
 
+from allspark_broker.access import BACKEND, FRONTEND, Access, NotAllowed, authorize
 from allspark_broker.adapters import AdapterCheck
 from allspark_broker.affinity import PrefixAffinity
 from allspark_broker.calls import Calls, Controls, denied_busy
@@ -63,10 +64,9 @@ class Broker:
         self.broker_id = uuid_lib.uuid4().hex[:12]
         self._context = zmq.asyncio.Context()
         size = int(settings.max_message_bytes)
-        self._frontend, self.frontend = sockets.router(
-            self._context, settings.frontend, max_message_bytes=size
-        )
-        self._backend, self.backend = sockets.router(self._context, settings.backend, max_message_bytes=size)
+        self._access = Access(settings, self._context)
+        self._frontend, self.frontend = self._bind(settings.frontend, FRONTEND, size)
+        self._backend, self.backend = self._bind(settings.backend, BACKEND, size)
         self._clients = ClientLink(self._frontend)
         self._link = WorkerLink(self._backend, self.broker_id)
         self._store = Store(settings.redis, patience_s=STORE_PATIENCE_S)
@@ -110,6 +110,15 @@ class Broker:
         self._suspects: dict[str, int] = {}
         self._stopped = asyncio.Event()
 
+    def _bind(self, endpoint: str, door: str, max_message_bytes: int) -> tuple[zmq.asyncio.Socket, str]:
+        return sockets.router(
+            self._context,
+            endpoint,
+            max_message_bytes=max_message_bytes,
+            keys=self._access.keys,
+            door=door,
+        )
+
     async def run(self) -> None:
         """Serves until `stop`. The first catalogue read must succeed, so that no known model is denied."""
         await self._until_store_answers()
@@ -136,6 +145,7 @@ class Broker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._takeover.close()
+            self._access.close()
             await self._store.close()
             self._context.destroy(linger=sockets.LINGER_MS)
 
@@ -167,12 +177,21 @@ class Broker:
 
     async def _serve_frontend(self) -> None:
         while True:
-            route, body = sockets.split_route(await self._frontend.recv_multipart())
+            frames, peer = await self._access.receive(self._frontend, FRONTEND)
+            route, body = sockets.split_route(frames)
             try:
                 envelope = fleet.Envelope.FromString(sockets.payload_of(body))
             except (MalformedMessage, DecodeError) as e:
                 reason = e.reason if isinstance(e, MalformedMessage) else f"the payload is no Envelope: {e}"
                 await self._clients.send(route, fleet.Reply(as_status=pb.ALLSPARK_PARAM_ERROR, reason=reason))
+                continue
+            try:
+                authorize(envelope, peer)
+            except NotAllowed as e:
+                reply = fleet.Reply(
+                    correlation_id=envelope.correlation_id, as_status=e.status, reason=e.reason
+                )
+                await self._clients.send(route, reply)
                 continue
             key = (route[0], envelope.correlation_id)
             if key in self._in_progress:
@@ -202,7 +221,7 @@ class Broker:
 
     async def _serve_backend(self) -> None:
         while True:
-            identity, *body = await self._backend.recv_multipart()
+            (identity, *body), _ = await self._access.receive(self._backend, BACKEND)
             try:
                 message = fleet.FromWorker.FromString(sockets.payload_of(body))
             except (MalformedMessage, DecodeError) as e:

@@ -39,6 +39,10 @@ class BrokerSettings(ProcessSettings):
         """Both endpoints."""
         return self.frontend, self.backend
 
+    def is_secured(self) -> bool:
+        """CURVE on both of them."""
+        return self.curve is not None
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.worker_timeout_s < 3 * self.heartbeat_s:

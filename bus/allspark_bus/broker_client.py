@@ -18,6 +18,7 @@ from allspark_proto import fleet_pb2 as fleet
 from google.protobuf.message import DecodeError
 
 from allspark_bus import sockets
+from allspark_bus.curve import ClientKeys
 from allspark_bus.errors import (
     BrokerUnavailable,
     Denied,
@@ -48,13 +49,18 @@ class _Call:
 
 
 class BrokerClient:
-    """One DEALER to each broker. `max_calls`: calls that may wait at once (one more raises Denied)."""
+    """One DEALER to each broker. `max_calls`: calls that may wait at once (one more raises Denied).
 
-    def __init__(self, endpoints: Sequence[str], *, max_calls: int = 20_000) -> None:
+    `keys`: for brokers that ask for CURVE.
+    """
+
+    def __init__(
+        self, endpoints: Sequence[str], *, max_calls: int = 20_000, keys: ClientKeys | None = None
+    ) -> None:
         if not endpoints:
             raise ValueError("a broker client needs at least one broker endpoint")
         self._context = zmq.asyncio.Context()
-        self._peers = [_Peer(e, sockets.dealer(self._context, e)) for e in endpoints]
+        self._peers = [_Peer(e, sockets.dealer(self._context, e, keys=keys)) for e in endpoints]
         for peer in self._peers:
             peer.receiver = asyncio.get_running_loop().create_task(self._receive(peer))
         self._calls: dict[str, _Call] = {}

@@ -22,7 +22,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin
 
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -119,6 +119,9 @@ class ProcessSettings(Settings):
 
     redis: RedisUrl = "redis://127.0.0.1:6379/0"
     """Redis or Valkey that holds the ledger, the streams and the catalogue."""
+    curve: Annotated[Path | None, Metavar("DIR")] = None
+    """Directory of this process's CURVE keys (docs/security.md): ZeroMQ connections are encrypted, and
+    brokers admit only keys that they know."""
     drain_s: Seconds = 30.0
     """After SIGTERM, how long running work may take to finish before it is handed over or cut off."""
     allow_remote: bool = False

@@ -7,6 +7,7 @@ peer's identity first, and an empty delimiter after it when the peer is a REQ so
 import zmq
 import zmq.asyncio
 
+from allspark_bus.curve import ClientKeys, ServerKeys
 from allspark_bus.errors import MalformedMessage
 
 HEADER = b"ALSP\x01"
@@ -29,17 +30,25 @@ def _configure(socket: zmq.asyncio.Socket, max_message_bytes: int) -> None:
 
 
 def router(
-    context: zmq.asyncio.Context, endpoint: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES
+    context: zmq.asyncio.Context,
+    endpoint: str,
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    keys: ServerKeys | None = None,
+    door: str = "",
 ) -> tuple[zmq.asyncio.Socket, str]:
     """A bound ROUTER and the endpoint it really has (port 0 takes a free one).
 
     Sending to a peer that is not connected raises EHOSTUNREACH, and to one whose queue is full EAGAIN,
     instead of dropping the message. A peer that reconnects under its identity replaces its old connection.
+    With `keys` only peers that the context's `curve.Doorkeeper` admits at this `door` can connect.
     """
     socket = context.socket(zmq.ROUTER)
     _configure(socket, max_message_bytes)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    if keys is not None:
+        keys.apply(socket, door)
     socket.bind(endpoint)
     return socket, str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
@@ -50,10 +59,16 @@ def dealer(
     *,
     identity: bytes = b"",
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    keys: ClientKeys | None = None,
 ) -> zmq.asyncio.Socket:
-    """A DEALER connected to `endpoint`. It queues only for an established connection (IMMEDIATE)."""
+    """A DEALER connected to `endpoint`. It queues only for an established connection (IMMEDIATE).
+
+    With `keys` only a broker that has the secret of their server key is connected to.
+    """
     socket = context.socket(zmq.DEALER)
     _configure(socket, max_message_bytes)
+    if keys is not None:
+        keys.apply(socket)
     if identity:
         socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.IMMEDIATE, 1)

@@ -10,6 +10,7 @@ import signal
 import grpc
 import uvloop
 from allspark_bus.broker_client import BrokerClient
+from allspark_bus.curve import ClientKeys
 from allspark_bus.ledger import Ledger, Ttl
 from allspark_bus.store import Store
 from allspark_bus.streams import Streams
@@ -40,7 +41,8 @@ class Gateway:
         self._settings = settings
         self._store = Store(settings.redis, patience_s=settings.call_timeout_s)
         self._wakeups = Wakeups(self._store)
-        self._broker = BrokerClient(settings.broker, max_calls=settings.max_calls)
+        keys = ClientKeys.read(settings.curve) if settings.curve else None
+        self._broker = BrokerClient(settings.broker, max_calls=settings.max_calls, keys=keys)
         self._streams = Streams(self._store)
         self._readers = Readers(self._wakeups, settings.gather_s)
         self._deliveries = Deliveries(self._streams)

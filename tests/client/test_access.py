@@ -65,9 +65,10 @@ def test_a_development_set_is_private_and_overwrites_nothing(
     written = [path for path in (tmp_path / "set").rglob("*") if path.is_file()]
     assert sorted(map(str, written)) == capsys.readouterr().out.split()
     for path in written:
-        expected = 0o644 if path.suffix in (".pem", ".acl") or path.name.endswith("server.key") else 0o600
-        if path.suffix != ".key" or b"PRIVATE" in path.read_bytes():
-            assert path.stat().st_mode & 0o777 == expected, path
+        is_public = path.suffix == ".pem" or (path.suffix == ".key" and "curve" in path.parts)
+        assert path.stat().st_mode & 0o777 == (0o644 if is_public else 0o600), path
+        if is_public:
+            assert b"secret-key" not in path.read_bytes()
     assert main(["certs", str(tmp_path / "set")]) == EXIT_FAILED
     assert "is not empty" in capsys.readouterr().err
     with pytest.raises(CertsError, match="not empty"):

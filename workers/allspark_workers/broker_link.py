@@ -4,15 +4,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import zmq
 import zmq.asyncio
 from allspark_bus import sockets
+from allspark_bus.curve import ClientKeys
 from allspark_bus.errors import MalformedMessage
 from allspark_proto import fleet_pb2 as fleet
 from google.protobuf.message import DecodeError
+
+from allspark_workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -37,26 +40,24 @@ class BrokerLinks:
     def __init__(
         self,
         worker_id: str,
-        endpoints: Sequence[str],
+        settings: WorkerSettings,
         announce: Callable[[], fleet.Announce],
         heartbeat: Callable[[], fleet.WorkerHeartbeat],
         handle: Handler,
-        *,
-        heartbeat_s: float,
-        timeout_s: float,
     ) -> None:
         self._worker_id = worker_id
         self._announce = announce
         self._heartbeat = heartbeat
         self._handle = handle
-        self._heartbeat_s = heartbeat_s
-        self._timeout_s = timeout_s
+        self._heartbeat_s = settings.heartbeat_s
+        self._timeout_s = settings.broker_timeout_s
+        self._keys = ClientKeys.read(settings.curve) if settings.curve else None
         self._context = zmq.asyncio.Context()
-        self.links = [Link(e, self._connect(e)) for e in endpoints]
+        self.links = [Link(e, self._connect(e)) for e in settings.broker]
         self._state_changed = asyncio.Event()
 
     def _connect(self, endpoint: str) -> zmq.asyncio.Socket:
-        return sockets.dealer(self._context, endpoint, identity=self._worker_id.encode())
+        return sockets.dealer(self._context, endpoint, identity=self._worker_id.encode(), keys=self._keys)
 
     def state_changed(self) -> None:
         """Sends the next heartbeat at once."""

@@ -55,15 +55,7 @@ class Worker:
         self._publisher = Publisher(
             self._ledger, settings.publish_buffer, settings.publish_interval_s, self._on_end
         )
-        self._links = BrokerLinks(
-            self.worker_id,
-            settings.broker,
-            self._announce,
-            self._heartbeat,
-            self._on_message,
-            heartbeat_s=settings.heartbeat_s,
-            timeout_s=settings.broker_timeout_s,
-        )
+        self._links = BrokerLinks(self.worker_id, settings, self._announce, self._heartbeat, self._on_message)
         self._reconciler = Reconciler(
             Catalogue(self._store), settings, load, self._host, self._on_stopped, self._links.state_changed
         )

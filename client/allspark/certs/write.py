@@ -2,10 +2,13 @@
 
 import os
 import secrets
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from allspark_bus.curve import Role
 from allspark_gateway.tokens import hash_of
+from zmq.auth import create_certificates
 
 from allspark.certs.authority import Authority, Pair
 
@@ -42,6 +45,7 @@ def write_set(
             raise CertsError(f"{directory} is not empty: name a new directory, nothing is overwritten")
         _write_certificates(directory, [*LOOPBACK, *hosts], days)
         _write_tokens(directory, tenants)
+        _write_curve(directory / "curve", tenants)
     except OSError as error:
         raise CertsError(f"cannot write {error.filename or directory}: {error.strerror}") from error
     except ValueError as error:
@@ -53,6 +57,33 @@ def _write_certificates(directory: Path, hosts: Sequence[str], days: int) -> Non
     _write_pair(directory, "ca", authority.pair)
     _write_pair(directory, "gateway", authority.issue("gateway", hosts))
     _write_pair(directory, "client", authority.issue("client"))
+
+
+def _write_curve(directory: Path, tenants: Sequence[str]) -> None:
+    """A directory for each kind of process, complete in itself, so that a machine gets only what it needs."""
+    server = _new_keys(directory / "broker", "server")
+    clients = {"gateway": Role.GATEWAY, "worker": Role.WORKER}
+    for name, role in clients.items():
+        _admit(directory, name, role, server)
+    for tenant in tenants:
+        _admit(directory, f"producer-{tenant}", Role.PRODUCER, server, tenant)
+
+
+def _admit(directory: Path, name: str, role: Role, server: bytes, admitted_as: str = "") -> None:
+    client = _new_keys(directory / name, "client")
+    _write(directory / name / "server.key", server, mode=0o644)
+    folder = directory / "broker" / role
+    folder.mkdir(exist_ok=True)
+    _write(folder / f"{admitted_as or name}.key", client, mode=0o644)
+
+
+def _new_keys(directory: Path, name: str) -> bytes:
+    """Writes NAME.key_secret; the content of the file with the public key."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:  # mode 0700: pyzmq writes with the usual mode
+        public, secret = create_certificates(scratch, name)
+        _write(directory / f"{name}.key_secret", Path(secret).read_bytes())
+        return Path(public).read_bytes()
 
 
 def _write_tokens(directory: Path, tenants: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from allspark_bus.curve import ClientKeys
 from allspark_bus.settings import ConfigError
 
 from allspark.cli.settings import AccessSettings
@@ -29,3 +30,8 @@ def files_of(settings: AccessSettings) -> dict[str, Path]:
         "token": settings.token_file,
     }
     return {name: path.expanduser().absolute() for name, path in named.items() if path is not None}
+
+
+def keys_of(directory: Path | None) -> ClientKeys | None:
+    """The CURVE keys in a directory, if one is named; raises ``ConfigError``."""
+    return ClientKeys.read(directory.expanduser()) if directory else None

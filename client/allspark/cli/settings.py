@@ -251,6 +251,8 @@ class StatusSettings(AccessSettings):
     """Address of a gateway. Repeat for several. Default, without --broker: 127.0.0.1:50051."""
     broker: ZmqEndpoints = ()
     """Frontend endpoint of a broker, for the list of models and workers. Repeat for several."""
+    curve: Annotated[Path | None, Metavar("DIR")] = None
+    """Directory of CURVE keys for --broker (docs/security.md)."""
     model: Annotated[StrList, Metavar("NAME")] = ()
     """Model to show figures of; the ones that a broker lists are shown anyway. Repeat for several."""
     expect_worker: Annotated[str, Metavar("PREFIX")] = ""

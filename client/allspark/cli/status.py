@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from allspark_bus.broker_client import BrokerClient, raise_for
+from allspark_bus.curve import ClientKeys
 from allspark_bus.errors import FleetError
 from allspark_proto import fleet_pb2 as fleet
 from google.protobuf.json_format import MessageToDict
@@ -15,7 +16,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from rich.table import Table
 
-from allspark.cli.access import access_of
+from allspark.cli.access import access_of, keys_of
 from allspark.cli.console import err, out
 from allspark.cli.settings import StatusSettings
 from allspark.client import Access, AllSparkError, AsyncClient
@@ -60,10 +61,10 @@ def run(argv: Sequence[str]) -> int:
 async def collect(settings: StatusSettings) -> dict[str, Any]:
     """What gateways and brokers say, as plain data."""
     addresses, limit_s = settings.gateways(), settings.timeout_s
-    access = access_of(settings, addresses)
+    access, keys = access_of(settings, addresses), keys_of(settings.curve)
     gateways, brokers = await asyncio.gather(
         asyncio.gather(*(_ask_gateway(address, limit_s, access) for address in addresses)),
-        asyncio.gather(*(_ask_broker(endpoint, settings.timeout_s) for endpoint in settings.broker)),
+        asyncio.gather(*(_ask_broker(endpoint, limit_s, keys) for endpoint in settings.broker)),
     )
     listed = [model["name"] for broker in brokers for model in broker.get("models", ())]
     alive = [gateway["address"] for gateway in gateways if "error" not in gateway]
@@ -95,8 +96,8 @@ async def _is_ready(address: str, timeout_s: float, access: Access) -> bool:
         return bool(reply.status == HealthCheckResponse.SERVING)
 
 
-async def _ask_broker(endpoint: str, timeout_s: float) -> dict[str, Any]:
-    client = BrokerClient([endpoint])
+async def _ask_broker(endpoint: str, timeout_s: float, keys: ClientKeys | None) -> dict[str, Any]:
+    client = BrokerClient([endpoint], keys=keys)
     try:
         envelope = fleet.Envelope(get_fleet_status=fleet.GetFleetStatus())
         status = raise_for(await client.call(envelope, timeout_s)).fleet_status
