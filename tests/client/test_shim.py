@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from allspark.cli import EXIT_FAILED, EXIT_OK, main
+from allspark.client import AccessDenied, AsyncClient
 from allspark.shim import ShimError, ShimSettings, translate, write_directory
 from allspark.shim.arguments import Launch, parse
+from allspark.shim.session import Refused, Session
 from allspark.shim.settings import Target, parse_models
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import dashinfer_v1_pb2 as v1
@@ -122,6 +125,27 @@ def test_damaged_settings_say_how_to_mend_them(tmp_path: Path, text: str) -> Non
     (tmp_path / "shim.json").write_text(text)
     with pytest.raises(ShimError, match="allspark dashinfer-shim"):
         ShimSettings.read(tmp_path)
+
+
+class InferOnly:
+    """A fleet as a token without the scope admin sees it; model "runs" serves, "built" does not."""
+
+    async def call(self, name: str, message: Any, **_: Any) -> tuple[Any, dict[str, str]]:
+        if name == "StartModel":
+            raise AccessDenied("StartModel: the token lacks the scope admin")
+        if name == "GetModelInformation":
+            return pb.ModelInfo(model_info="Model Type : x\n"), {}
+        assert name == "GetAsEngineStat"
+        return pb.AsEngineStat(total_span=8 if message.model_name == "runs" else 0), {}
+
+
+async def test_a_token_that_may_not_start_models_is_enough_for_one_that_runs() -> None:
+    session = Session(cast(AsyncClient, InferOnly()), ShimSettings(("h:1",)), 1)
+    for name in ("runs", "built"):
+        assert (await session.build(v1.ModelStructConfig(model_name=name))).as_status == 0
+    assert (await session.start_model(pb.ModelName(model_name="runs"))).as_status == 0
+    with pytest.raises(Refused, match="lacks the scope admin"):
+        await session.start_model(pb.ModelName(model_name="built"))
 
 
 def test_start_up_imports_little() -> None:

@@ -13,7 +13,7 @@ from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import dashinfer_v1_pb2 as v1
 from allspark_proto import metadata
 
-from allspark.client import AllSparkError, AsyncClient, StatusError
+from allspark.client import AccessDenied, AllSparkError, AsyncClient, StatusError
 from allspark.client.calls import GET_WAIT_S, Progress
 from allspark.shim import translate
 from allspark.shim.settings import ShimSettings, Target
@@ -133,9 +133,20 @@ class Session:
         return pb.AsStatus()
 
     async def start_model(self, name: pb.ModelName) -> pb.AsStatus:
-        """The fleet's StartModel, which does nothing to a model that runs."""
+        """The fleet's StartModel, which does nothing to a model that runs.
+
+        A token that may not start models is enough for one that runs.
+        """
         model = self._model(name.model_name)
-        await self._status("StartModel", pb.ModelName(model_name=model.target.model))
+        target = pb.ModelName(model_name=model.target.model)
+        try:
+            await self._status("StartModel", target)
+        except AccessDenied as denied:
+            if not (await self._call("GetAsEngineStat", target))[0].total_span:
+                reason = (
+                    f"model {target.model_name!r} does not run in the fleet, and this token cannot start it"
+                )
+                raise Refused(pb.ALLSPARK_REQUEST_DENIED, f"{reason}: {denied}") from denied
         model.state = "running"
         return pb.AsStatus()
 
