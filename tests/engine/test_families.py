@@ -184,3 +184,25 @@ def test_experts_count_in_the_memory_that_is_checked_before_loading(tiny: TinyMo
         matrices = sum(p.numel() for n, p in tiny.reference(variant).named_parameters() if p.ndim > 1)
         assert 0.9 < model.arch.num_parameters / matrices < 1.3, variant
         assert model.weight_bytes >= 4 * matrices
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "gemma3"])
+def test_windows_and_caps_hold_in_a_quantised_cache(
+    variant: str, make_engine: Maker, monkeypatch: Any
+) -> None:
+    """The error is that of 8-bit K and V alone: a wrong window or cap would show as another model."""
+    results = []
+    for mode in (0, 1):
+        engine = make_engine(variant, cache_mode=mode)
+        logits = record_logits(engine, monkeypatch)
+        run_all(engine, [request(f"p{n}", random_prompt(n), 4) for n in (20, 90, 200)])
+        results.append(torch.stack([logits[f"p{n}"] for n in (20, 90, 200)]))
+    exact, rounded = results
+    assert 0 < (rounded - exact).norm() / exact.norm() < 0.03
+
+
+def test_a_cached_prompt_longer_than_the_window_continues_alike(make_engine: Maker) -> None:
+    engine = make_engine("gemma3", enable_prefix_cache=True, prefix_cache_ttl_s=300)
+    first = run_all(engine, [request("first", random_prompt(200), 12)]).tokens["first"]
+    assert run_all(engine, [request("second", random_prompt(200), 12)]).tokens["second"] == first
+    assert engine.stat().prefix_cache_hit_token > 0

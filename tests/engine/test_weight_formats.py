@@ -13,6 +13,7 @@ import torch
 from allspark_kernels import QuantFormat, quantise
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.errors import ModelIOError
+from allspark_workers.engine.swap import swap_out
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models import gguf_file
 from allspark_workers.models.gguf_codes import KEPT_BITS, quantised_weight
@@ -133,3 +134,16 @@ def test_a_stored_matrix_of_the_wrong_shape_is_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", model, "llama", Kind.Q8_0)
     with pytest.raises(ModelIOError, match=r"mlp\.gate_proj.*has shape \[96, 64\], .* says \[128, 64\]"):
         load_model(ModelConfig(str(tmp_path / "m.gguf"), dtype="fp32"))
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"), [("qwen2-moe", "fp32"), ("qwen2-moe", "int4"), ("gemma3", "int8")]
+)
+def test_experts_and_codes_leave_memory_and_come_back(variant: str, name: str, make_engine: Maker) -> None:
+    engine = make_engine(variant, dtype=name)
+    prompts = [request(f"p{n}", random_prompt(n), 8) for n in (5, 60)]
+    before = run_all(engine, prompts).tokens
+    swapped = swap_out(engine._model.decoder, engine._model.device, 0)
+    assert swapped.nbytes > 0.98 * engine.facts.weight_bytes, "biases stay"
+    swapped.restore()
+    assert run_all(engine, prompts).tokens == before
