@@ -197,14 +197,16 @@ class Ledger:
         """Forgets a request: ("ok"|"released"|"unknown", worker that held it or "", was it open)."""
         reply = await self._store.script(RELEASE, _keys(rid), [])
         outcome, worker, model, state = map(_text, reply)
+        tenant, _ = keys.split_request_id(rid)
         if outcome == "ok":
-            tenant, _ = keys.split_request_id(rid)
             await self._store.batch(
                 [
                     ("ZREM", keys.open_requests(model), rid),
                     ("SREM", keys.tenant_requests(tenant), rid),
                 ]
             )
+        elif outcome == "released":  # perhaps by somebody who died before the lines above
+            await self._store.command("SREM", keys.tenant_requests(tenant), rid)
         return outcome, worker, state == "open"
 
     async def load(self, rid: str) -> Entry | None:

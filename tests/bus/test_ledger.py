@@ -8,6 +8,7 @@ from allspark_bus.ledger import (
     APPENDED,
     CLOSED,
     GAP,
+    RELEASE,
     STALE,
     Admission,
     Append,
@@ -122,6 +123,14 @@ async def test_a_request_stopped_before_its_first_token_has_a_terminal_record(
     assert entry_id == b"0-1"
     assert records.decode(fields[1]) == records.Record(2, 0, (), 3, "stopped", "why")
     assert (await streams.view(RID)).status == 3
+
+
+async def test_release_that_was_cut_off_is_completed_by_its_repetition(ledger: Ledger, store: Store) -> None:
+    await ledger.admit(entry(), b"d")
+    await store.script(RELEASE, [keys.request(RID), keys.stream(RID)], [])  # and here its broker died
+    assert await ledger.tenant_requests("default") == [RID]
+    assert await ledger.release(RID) == ("released", "", False)
+    assert await ledger.tenant_requests("default") == []
 
 
 async def test_release_leaves_a_tombstone_and_nothing_else(

@@ -8,6 +8,7 @@ from tests.chaos.run import Outcome
 
 WIDTH, LEFT, ROW = 860, 150, 34
 LOW_S, HIGH_S = 0.01, 60.0
+NEAR_S = 8.0  # a fault so long before a wait may have part in it
 
 
 def recoveries(outcome: Outcome) -> dict[str, list[float]]:
@@ -29,6 +30,28 @@ def recoveries(outcome: Outcome) -> dict[str, list[float]]:
     for (fault, _), wait in zip(hits, longest, strict=True):
         found.setdefault(fault.name, []).append(wait)
     return {name: sorted(found[name]) for name in sorted(found)}
+
+
+def longest_waits(outcome: Outcome, count: int = 8) -> list[str]:
+    """The longest waits of clients, each with the faults from shortly before it to its end."""
+    waits = sorted(
+        (
+            (after - before, before, after, story.index)
+            for story in outcome.stories
+            for before, after in zip(story.events, story.events[1:], strict=False)
+        ),
+        reverse=True,
+    )
+    lines = []
+    for seconds, before, after, index in waits[:count]:
+        near = [
+            f"{at - before:+.1f} s {fault.name} {fault.target}"
+            + (f" for {fault.pause_s:.1f} s" if fault.pause_s else "")
+            for fault, at in sorted(outcome.hits, key=lambda hit: hit[1])
+            if before - NEAR_S < at < after
+        ]
+        lines.append(f"- {seconds:.2f} s of request {index}: {', '.join(near) or 'no fault'}")
+    return lines
 
 
 def percentile(ordered: list[float], share: float) -> float:
@@ -60,6 +83,7 @@ def markdown(outcome: Outcome) -> str:
     for name, ordered in waits.items():
         cells = [percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0)]
         lines.append(f"| {name} | {len(ordered)} | " + " | ".join(f"{c:.2f}" for c in cells) + " |")
+    lines += ["", "The longest waits, and the faults in them or shortly before:", "", *longest_waits(outcome)]
     return "\n".join([*lines, "", "![Longest wait after each fault](recovery.svg)", ""])
 
 
