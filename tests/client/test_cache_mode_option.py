@@ -22,7 +22,7 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def build_model(self, name: str, path: str, options: ModelOptions) -> None:
+    def build_model(self, name: str, path: str, options: ModelOptions, **_: Any) -> None:
         Recorder.built.append(options.to_config(name, path))
 
     def start_model(self, name: str) -> None:

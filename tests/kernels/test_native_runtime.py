@@ -67,7 +67,7 @@ def test_limits_of_the_functions() -> None:
 
 def linear_case() -> tuple[torch.Tensor, PackedLinear, torch.Tensor]:
     g = torch.Generator().manual_seed(1)
-    packed = native.pack_linear(torch.randn(500, 300, generator=g), None)
+    packed = native.pack_linear(torch.randn(500, 300, generator=g), None, False)
     x = torch.randn(40, 300, generator=g)
     return x, packed, native.linear(x, packed, None)
 

@@ -61,7 +61,7 @@ CASES = {
     "negative dimension": (tensor(message([1]), dims=[1, -1]), PARAM, "negative dimension"),
     "wrong dtype": (tensor(message([1]), data_type=pb.FLOAT32), PARAM, "FLOAT32"),
     "uuid of one MiB": (message([1], uuid="u" * (1 << 20)), PARAM, "1048576 bytes"),
-    "unsupported field": (message([1], num_beams=4), PARAM, "num_beams"),
+    "too many beams": (message([1], num_beams=9), PARAM, "num_beams"),
 }  # fmt: skip
 
 
