@@ -14,7 +14,6 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from allspark_kernels import PackedLinear
 from allspark_kernels.lora import LoraSite, LoraTable, LoraWeights
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -71,10 +70,9 @@ def _leaves(value: object, seen: set[int]) -> Iterator[torch.Tensor | Block]:
     if isinstance(value, torch.Tensor):
         yield value
         return
-    block = getattr(value.layout, "block", None) if isinstance(value, PackedLinear) else None
-    if isinstance(value, PackedLinear) and block is not None:
-        yield Block(block, value.layout.nbytes)  # what else the layout has, it reaches by address
-        return
+    block = getattr(value, "block", None)  # a layout of the C kernels
+    if isinstance(block, int):
+        yield Block(block, value.nbytes)  # type: ignore[attr-defined]
     for part in _parts(value):
         yield from _leaves(part, seen)
 
