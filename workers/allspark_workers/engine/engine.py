@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
 from allspark_workers.engine.adapters import AdapterPool
 from allspark_workers.engine.admission import check_request
-from allspark_workers.engine.errors import GroupError, ModelMemoryError, UnsupportedModelError
+from allspark_workers.engine.attempt import attempt
+from allspark_workers.engine.errors import ModelMemoryError, UnsupportedModelError
 from allspark_workers.engine.facts import model_facts
 from allspark_workers.engine.families import Family, Progress, SampleFamily, Tensors, make_sequence
 from allspark_workers.engine.graphs import is_worth_capturing
@@ -36,20 +34,17 @@ from allspark_workers.engine.types import (
     EngineRequest,
     EngineStat,
     FinishReason,
-    GenerationParams,
     ModelConfig,
     ModelFacts,
     StepOutput,
 )
+from allspark_workers.engine.warm_up import warm_up
 from allspark_workers.models.loader import Model
 
 if TYPE_CHECKING:
     from allspark_workers.parallel.leader import Leader
 
 logger = logging.getLogger(__name__)
-
-_WARM_UP_STEPS = 3
-_WARM_UP_TOKENS = 64
 
 
 class Engine:
@@ -111,7 +106,8 @@ class Engine:
         runner = Runner(
             self._model, cache, self._scheduler, self._profiler, self._adapters.table, self._leader
         )
-        self._warm_up(runner)
+        with self._adapters.warm_up() as adapter:
+            warm_up(runner, self._scheduler, self._facts.max_length, adapter)
         if is_worth_capturing(self._model):
             runner.capture(self._facts.max_length)
         self._scheduler.prefix = make_prefix_cache(
@@ -247,7 +243,7 @@ class Engine:
         if plan.rows:
             is_prefill = any(row.count > 1 for row in plan.rows)
             self._profiler.phase = "prefill" if is_prefill else "decode"
-            results = self._compute(self._runner, plan.rows, is_profiled)
+            results = attempt(self._runner, plan.rows, is_profiled, self._leader is not None)
             self._take_commands()  # a request cancelled meanwhile gets no further token
             self._commit_all(plan.rows, results)
         self._is_stalled = not (plan.rows or plan.exhausted or plan.preempted)
@@ -278,28 +274,6 @@ class Engine:
             config.prefill_chunk,
             self._model.max_length,
         )
-
-    def _warm_up(self, runner: Runner) -> None:
-        """Run a few steps: compiles kernels, starts threads, touches the weights. Not counted."""
-        length = max(1, min(_WARM_UP_TOKENS, self._facts.max_length - _WARM_UP_STEPS))
-        params = GenerationParams(
-            max_length=length + _WARM_UP_STEPS, do_sample=True, top_k=20, top_p=0.9, repetition_penalty=1.1
-        )
-        with self._adapters.warm_up() as adapter:
-            request = EngineRequest("warm-up", 0, np.zeros(length, np.int64), params, adapter=adapter)
-            self._warm_up_with(runner, Sequence(request, 0))
-
-    def _warm_up_with(self, runner: Runner, seq: Sequence) -> None:
-        self._scheduler.add(seq)
-        for _ in range(_WARM_UP_STEPS):
-            rows = self._scheduler.schedule().rows
-            tokens = runner.run(rows)
-            for row in rows:
-                self._scheduler.commit(row)
-            for token in tokens:
-                if isinstance(token, int):
-                    seq.append(token)
-        self._scheduler.remove(seq)
 
     def _take_commands(self) -> None:
         for command in self._inbox.take():
@@ -343,29 +317,6 @@ class Engine:
                 continue  # it ended with another sequence of its request
             late_s = now_s - (seq.request.deadline_s or now_s)
             self._finish(seq, FinishReason.DEADLINE, message=f"the deadline passed {late_s:.3f} s ago")
-
-    def _compute(self, runner: Runner, rows: list[Row], is_profiled: bool) -> list[Result | Exception]:
-        """Per row: its result (None if it does not sample yet), or why it failed."""
-        try:
-            return _spread(rows, runner.run(rows, is_profiled))
-        except torch.AcceleratorError:
-            raise  # the device's context is lost: nothing in this process can compute on it any more
-        except Exception as error:
-            if self._leader is not None:  # ranks may be at different places of the step
-                raise GroupError(f"a step over several devices failed: {error}") from error
-            logger.warning("a step of %d requests failed (%s): running each alone", len(rows), error)
-            runner.forget(rows)
-        results: list[Result | Exception] = []
-        for row in rows:
-            try:
-                results += _spread([row], runner.run([row], is_profiled))
-            except torch.AcceleratorError:
-                raise
-            except Exception as error:
-                logger.exception("request %s failed in its step", row.sequence.request_id)
-                runner.forget([row])
-                results.append(error)
-        return results
 
     def _commit_all(self, rows: list[Row], results: list[Result | Exception]) -> None:
         """Take over what the step computed, except for requests that ended meanwhile."""
@@ -450,8 +401,3 @@ class Engine:
             f"{seq.length} tokens need {self._scheduler.spans_alone(seq)} KV spans, "
             f"the whole pool has {self._layout.num_spans}: use a shorter request or more KV memory"
         )
-
-
-def _spread(rows: list[Row], results: list[Result]) -> list[Result | Exception]:
-    found = iter(results)
-    return [next(found) if row.samples else None for row in rows]
