@@ -10,7 +10,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from allspark_broker.build import check_config
+from allspark_bus.catalogue import ModelRecord, ModelState
 from allspark_kernels import QuantFormat, quantise
+from allspark_proto import allspark_service_pb2 as pb
+from allspark_workers.convert import model_config
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.errors import ModelIOError
 from allspark_workers.engine.swap import swap_out
@@ -19,6 +23,7 @@ from allspark_workers.models import gguf_file
 from allspark_workers.models.gguf_codes import KEPT_BITS, quantised_weight
 from allspark_workers.models.gguf_header import TensorInfo
 from allspark_workers.models.loader import load_model
+from allspark_workers.settings import WorkerSettings
 from engine_helpers import TinyModels, build_reference, random_prompt, request, run_all
 from gguf import GGMLQuantizationType as Kind
 from gguf_helpers import write_gguf
@@ -147,3 +152,23 @@ def test_experts_and_codes_leave_memory_and_come_back(variant: str, name: str, m
     assert swapped.nbytes > 0.98 * engine.facts.weight_bytes, "biases stay"
     swapped.restore()
     assert run_all(engine, prompts).tokens == before
+
+
+@pytest.mark.parametrize(
+    ("precision", "flag", "expected"),
+    [
+        *((name, "auto", name) for name in FORMATS),
+        ("int4", "bf16", "bf16"),
+        ("", "int8", "int8"),
+        ("highest", "auto", "auto"),
+    ],
+)
+def test_a_build_asks_for_a_format_and_the_workers_flag_decides(
+    precision: str, flag: str, expected: str, tiny: TinyModels
+) -> None:
+    path = tiny.path("llama-tied")
+    build = pb.ModelStructConfig(model_name="m", model_path=str(path), matmul_precision=precision)
+    check_config(build)
+    record = ModelRecord("m", build.SerializeToString(), ModelState.BUILT)
+    settings = WorkerSettings(model_root=(str(path.parent),), dtype=flag)
+    assert model_config(record, settings).dtype == expected
