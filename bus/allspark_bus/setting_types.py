@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 from pydantic_settings import NoDecode
 
+from allspark_bus import redis_url
+
 # Weights rounded at load: 8 bits per output channel; 4 bits in groups of 128, 64 or 32. Values of
 # matmul_precision and of --dtype.
 WEIGHT_FORMATS = ("int8", "int4", "int4_g64", "int4_g32")
@@ -81,11 +83,12 @@ def zmq_endpoint(value: str) -> str:
     return value
 
 
-def redis_url(value: str) -> str:
-    """Accept ``redis://``, ``rediss://`` (TLS) and ``unix://`` URLs."""
+def checked_redis_url(value: str) -> str:
+    """Accept ``redis://``, ``rediss://`` (TLS) and ``unix://`` URLs with the options of ``redis_url``."""
     parts = urlsplit(value)
     if parts.scheme not in _REDIS_SCHEMES or not (parts.netloc or parts.path):
-        raise ValueError(f"{value!r} is not a redis://, rediss:// or unix:// URL")
+        raise ValueError("it is not a redis://, rediss:// or unix:// URL")  # its text may hold a password
+    redis_url.check(value)
     return value
 
 
@@ -108,7 +111,7 @@ GrpcAddress = Annotated[str, AfterValidator(grpc_address), Metavar("ADDR")]
 GrpcAddresses = Annotated[tuple[GrpcAddress, ...], NoDecode, BeforeValidator(split_list), Metavar("ADDR")]
 ZmqEndpoint = Annotated[str, AfterValidator(zmq_endpoint), Metavar("ENDPOINT")]
 ZmqEndpoints = Annotated[tuple[ZmqEndpoint, ...], NoDecode, BeforeValidator(split_list), Metavar("ENDPOINT")]
-RedisUrl = Annotated[str, AfterValidator(redis_url), Metavar("URL")]
+RedisUrl = Annotated[str, AfterValidator(checked_redis_url), Metavar("URL")]
 Device = Annotated[str, AfterValidator(device_name), Metavar("cpu|cuda:INDEX,...")]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Metavar("SECONDS")]
 Count = Annotated[int, Field(ge=1), Metavar("N")]

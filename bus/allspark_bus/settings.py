@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pydantic_settings import (
@@ -117,8 +117,9 @@ class Settings(BaseSettings):
 class ProcessSettings(Settings):
     """What gateway, broker and worker have in common."""
 
-    redis: RedisUrl = "redis://127.0.0.1:6379/0"
-    """Redis or Valkey that holds the ledger, the streams and the catalogue."""
+    redis: Annotated[RedisUrl, Field(repr=False)] = "redis://127.0.0.1:6379/0"
+    """Redis or Valkey that holds the ledger, the streams and the catalogue. With TLS and an ACL user:
+    rediss://USER@HOST:PORT/0?ssl_ca_certs=FILE&password_file=FILE."""
     curve: Annotated[Path | None, Metavar("DIR")] = None
     """Directory of this process's CURVE keys (docs/security.md): ZeroMQ connections are encrypted, and
     brokers admit only keys that they know."""

@@ -22,6 +22,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from allspark_bus import redis_url
 from allspark_bus.errors import StoreUnavailable
 from allspark_bus.scripts import Script
 
@@ -42,11 +43,13 @@ class Store:
 
     `patience_s`: how long a call outlives an unreachable Redis before it raises StoreUnavailable
     (None: for ever). `max_pending`: calls that may wait at once; one more raises StoreUnavailable.
+    `url`: see `redis_url`.
     """
 
     def __init__(self, url: str, *, patience_s: float | None = 10.0, max_pending: int = 100_000) -> None:
+        address, login = redis_url.split(url)
         self._pool = ConnectionPool.from_url(
-            url, socket_connect_timeout=CONNECT_TIMEOUT_S, socket_timeout=None, protocol=2
+            address, socket_connect_timeout=CONNECT_TIMEOUT_S, socket_timeout=None, protocol=2, **login
         )
         self._patience_s = patience_s
         self._max_pending = max_pending

@@ -79,7 +79,7 @@ def test_missing_file_is_an_error(tmp_path: Path) -> None:
         (GatewaySettings, ["--grpc", "::1:50051"], "in brackets"),
         (GatewaySettings, ["--grpc", "unix:relative"], "absolute"),
         (GatewaySettings, ["--broker", "127.0.0.1:5550"], "tcp://HOST:PORT"),
-        (GatewaySettings, ["--redis", "127.0.0.1"], "is not a redis://"),
+        (GatewaySettings, ["--redis", "127.0.0.1"], "not a redis://"),
         (GatewaySettings, ["--tls-cert", "a.pem"], "--tls-cert and --tls-key belong together"),
         (GatewaySettings, ["--tls-client-ca", "a.pem"], "--tls-client-ca needs --tls-cert"),
         (GatewaySettings, ["--tokens", "t", "--grpc", "unix:/a"], "--grpc has none"),

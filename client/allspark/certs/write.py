@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from allspark_bus import acl
 from allspark_bus.curve import Role
 from allspark_gateway.tokens import hash_of
 from zmq.auth import create_certificates
@@ -45,6 +46,7 @@ def write_set(
             raise CertsError(f"{directory} is not empty: name a new directory, nothing is overwritten")
         _write_certificates(directory, [*LOOPBACK, *hosts], days)
         _write_tokens(directory, tenants)
+        _write_store(directory, tenants)
         _write_curve(directory / "curve", tenants)
     except OSError as error:
         raise CertsError(f"cannot write {error.filename or directory}: {error.strerror}") from error
@@ -56,7 +58,24 @@ def _write_certificates(directory: Path, hosts: Sequence[str], days: int) -> Non
     authority = Authority.new("AllSpark development authority", days)
     _write_pair(directory, "ca", authority.pair)
     _write_pair(directory, "gateway", authority.issue("gateway", hosts))
+    _write_pair(directory, "store", authority.issue("store", hosts))
     _write_pair(directory, "client", authority.issue("client"))
+
+
+def _write_store(directory: Path, tenants: Sequence[str]) -> None:
+    """The ACL file of Redis or Valkey, and the password of each user in it; `default` is off."""
+    lines = ["user default reset off", acl.user_line("allspark", _new_password(directory, "store"))]
+    for tenant in tenants:
+        digest = _new_password(directory, f"store-{tenant}")
+        lines.append(acl.reader_line(f"reader-{tenant}", digest, tenant))
+    _write(directory / "store.acl", "\n".join([*lines, ""]).encode())
+
+
+def _new_password(directory: Path, name: str) -> str:
+    """Writes NAME.password; its hash as ACL files have it."""
+    password = secrets.token_urlsafe(TOKEN_BYTES)
+    _write(directory / f"{name}.password", password.encode())
+    return hash_of(password)
 
 
 def _write_curve(directory: Path, tenants: Sequence[str]) -> None:

@@ -85,7 +85,7 @@ class UpSettings(FleetSettings):
     data_dir: Path | None = None
     """Directory of the embedded store; what it holds survives a restart. Default: allspark/ in the user's
     state directory."""
-    redis: RedisUrl | None = None
+    redis: Annotated[RedisUrl | None, Field(repr=False), Metavar("URL")] = None
     """Use this Redis or Valkey instead of the embedded one."""
     model_root: PathList = ()
     """Directory from which clients may build further models. Repeat for several."""

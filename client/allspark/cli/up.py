@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from allspark_bus import redis_url
 from allspark_bus.settings import ConfigError, config_file
 
 from allspark import demo_model
@@ -101,7 +102,7 @@ def _show_status(fleet: Fleet, models: Sequence[LocalModel]) -> None:
         "models": names,
         "gRPC": "  ".join(fleet.addresses),
         "ZeroMQ": "  ".join(fleet.frontends),
-        "store": fleet.redis_url,
+        "store": redis_url.shown(fleet.redis_url),
         "workers": "  ".join(f"{worker.name} (pid {worker.pid})" for worker in fleet.workers),
     }
     out.print("\n[bold]AllSpark fleet is up.[/bold] Ctrl-C drains and stops it.")

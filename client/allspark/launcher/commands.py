@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from allspark_bus import redis_url
+
 if TYPE_CHECKING:
     from allspark.launcher.fleet import Fleet
 
@@ -54,7 +56,14 @@ def worker_command(fleet: "Fleet", index: int, ready_fd: int) -> Sequence[str]:
 
 
 def _common(fleet: "Fleet", ready_fd: int) -> Sequence[str]:
-    return [f"--redis={fleet.redis_url}", f"--drain-s={fleet.options.drain_s}", f"--ready-fd={ready_fd}"]
+    # A password in the URL goes into the environment (`environment`): everybody can read command lines.
+    redis = [] if redis_url.has_password(fleet.redis_url) else [f"--redis={fleet.redis_url}"]
+    return [*redis, f"--drain-s={fleet.options.drain_s}", f"--ready-fd={ready_fd}"]
+
+
+def environment(fleet: "Fleet") -> dict[str, str]:
+    """Environment variables of every process besides those of this one."""
+    return {"ALLSPARK_REDIS": fleet.redis_url} if redis_url.has_password(fleet.redis_url) else {}
 
 
 #: The command line of each kind of process, from the fleet, its index and its ready descriptor.

@@ -12,7 +12,7 @@ from allspark_proto import allspark_service_pb2 as pb
 
 from allspark.client import Client, ModelOptions, StatusError
 from allspark.launcher import store
-from allspark.launcher.commands import COMMANDS
+from allspark.launcher.commands import COMMANDS, environment
 from allspark.launcher.options import FleetOptions
 from allspark.launcher.process import ManagedProcess, Report, State
 
@@ -173,6 +173,7 @@ class Fleet:
         return ManagedProcess(
             f"{kind}-{index}",
             lambda ready_fd: command(self, index, ready_fd),
+            environment=environment(self),
             report=self._report,
             on_change=self._notify,
         )

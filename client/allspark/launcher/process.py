@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from allspark.launcher.errors import LaunchError
@@ -48,8 +49,8 @@ class ManagedProcess:
     """``command`` is asked anew for each incarnation, so that a restart can reuse the bound addresses.
 
     A process is ready when it writes one line of JSON to its ready descriptor or, for programs that know of
-    none, when a line of its log contains ``ready_text``. ``report(name, line)`` gets every line it writes;
-    ``on_change()`` runs after every change of state.
+    none, when a line of its log contains ``ready_text``. ``environment`` adds to that of this process.
+    ``report(name, line)`` gets every line it writes; ``on_change()`` runs after every change of state.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ManagedProcess:
         command: Command,
         *,
         ready_text: str = "",
+        environment: Mapping[str, str] = MappingProxyType({}),
         report: Report = lambda name, line: None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -68,6 +70,7 @@ class ManagedProcess:
         self.state = State.STARTING
         self._command = command
         self._ready_text = ready_text
+        self._environment = environment
         self._report = report
         self._on_change = on_change
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -207,6 +210,7 @@ class ManagedProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(ready_fd,),
+            env={**os.environ, **self._environment},
             start_new_session=True,  # Ctrl-C in the terminal is for the launcher, which stops all in order
         )
 
