@@ -159,10 +159,13 @@ def test_a_mapped_file_needs_no_copy(tmp_path: Path) -> None:
     assert (int(mapped.sum()), int(own.sum())) == (1 << 20, 2 << 20)
 
 
-@pytest.mark.parametrize("variant", ["llama-biases", "llama-tied", "qwen3-moe", "gemma2"])
-def test_every_weight_of_every_family_is_found(tiny: TinyModels, variant: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [("llama-biases", "fp32"), ("llama-tied", "int8"), ("qwen3-moe", "fp32"), ("gemma2", "bf16")],
+)
+def test_every_weight_of_every_family_is_found(tiny: TinyModels, variant: str, dtype: str) -> None:
     """What the loader counted, to the byte: a layout that was overlooked would stay in memory unnoticed."""
-    settings = ModelConfig(str(tiny.path(variant)), dtype="fp32", num_threads=1, max_length=128)
+    settings = ModelConfig(str(tiny.path(variant)), dtype=dtype, num_threads=1, max_length=128)
     engine = Engine(load_model(settings), settings)
     before = generate(engine)
     found = sum(block.nbytes for block in blocks_of(engine._model.decoder))

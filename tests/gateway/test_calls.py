@@ -242,6 +242,16 @@ async def test_without_a_broker_a_call_is_unavailable_after_a_bounded_wait(
     assert "no answer from the broker within 0.1 s" in (error.value.details() or "")
 
 
+async def test_a_broker_that_could_decide_nothing_is_unavailable_with_its_reason(
+    client: Client, broker: ScriptedBroker
+) -> None:
+    broker.answers("start_request", as_status=1, unavailable=True, reason="Redis is unreachable")
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await client.call("StartRequest", start())
+    assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert error.value.details() == "Redis is unreachable"
+
+
 async def test_a_lost_reply_is_repaired_by_sending_the_same_envelope_again(
     client: Client, broker: ScriptedBroker
 ) -> None:
