@@ -57,7 +57,8 @@ def split(url: str) -> tuple[str, dict[str, Any]]:
     if path is None:
         return url, {}
     host = parts.netloc.rpartition("@")[2]
-    bare = urlunsplit((parts.scheme, host, parts.path, urlencode(options), ""))
+    query = f"?{urlencode(options)}" if options else ""
+    bare = f"{parts.scheme}://{host}{parts.path}{query}"  # urlunsplit would take the // from unix://
     return bare, {"credential_provider": FilePassword(unquote(parts.username or ""), Path(path))}
 
 

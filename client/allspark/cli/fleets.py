@@ -40,7 +40,8 @@ def load_models(fleet: Fleet, models: Sequence[LocalModel], options: ModelOption
     """Build and start models one after the other, with a bar for each."""
     for model in models:
         try:
-            with loading_bar(model.name, fleet.frontends):
+            keys = fleet.secured.keys() if fleet.secured else None
+            with loading_bar(model.name, fleet.frontends, keys):
                 fleet.load_model(model.name, model.path, options)
         except AllSparkError as error:
             raise CommandError(f"model {model.name} ({model.path}) could not be loaded: {error}") from error

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from allspark_bus.broker_client import BrokerClient
+from allspark_bus.curve import ClientKeys
 from allspark_bus.errors import FleetError
 from allspark_proto import fleet_pb2 as fleet
 from rich.progress import Progress, TaskID
@@ -17,7 +19,7 @@ CALL_TIMEOUT_S = 5.0
 
 
 @contextmanager
-def loading_bar(model: str, frontends: Sequence[str]) -> Iterator[None]:
+def loading_bar(model: str, frontends: Sequence[str], keys: ClientKeys | None) -> Iterator[None]:
     """Show how far a model is while the block runs; off a terminal this does nothing."""
     if not err.is_terminal:
         yield
@@ -25,7 +27,8 @@ def loading_bar(model: str, frontends: Sequence[str]) -> Iterator[None]:
     with progress() as bars:
         task = bars.add_task(f"loading {model}", total=None)
         done = threading.Event()
-        watch = threading.Thread(target=asyncio.run, args=(_watch(model, frontends, bars, task, done),))
+        client = partial(BrokerClient, frontends, keys=keys)
+        watch = threading.Thread(target=asyncio.run, args=(_watch(client, model, bars, task, done),))
         watch.start()
         try:
             yield
@@ -35,9 +38,9 @@ def loading_bar(model: str, frontends: Sequence[str]) -> Iterator[None]:
 
 
 async def _watch(
-    model: str, frontends: Sequence[str], bars: Progress, task: TaskID, done: threading.Event
+    connect: Callable[[], BrokerClient], model: str, bars: Progress, task: TaskID, done: threading.Event
 ) -> None:
-    client = BrokerClient(frontends)
+    client = connect()
     try:
         while not await asyncio.to_thread(done.wait, POLL_S):
             _show(await _status(client), model, bars, task)

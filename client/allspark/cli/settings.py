@@ -98,6 +98,9 @@ class UpSettings(FleetSettings):
     and four times as many tokens, less exactly."""
     profile: bool = False
     """Measure every operator for GetOpProfilingInfo."""
+    secure: Annotated[Path | None, Metavar("DIR")] = None
+    """Directory of allspark certs, made if it does not exist: TLS and tokens on HOST:PORT, CURVE between the
+    processes, an ACL user on the embedded store. It may not be combined with --redis."""
     allow_remote: bool = False
     """Allow --grpc addresses that other machines can reach."""
     allow_shutdown: GrpcAddresses = ()
@@ -106,6 +109,16 @@ class UpSettings(FleetSettings):
     """How long running work may take to finish when the fleet stops."""
     start_timeout_s: Seconds = 60.0
     """How long one process may take to start."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.secure is not None and self.redis is not None:
+            raise ValueError(
+                "--secure is for the embedded store; docs/security.md tells how to secure another"
+            )
+        if self.secure is not None and all(address.startswith("unix:") for address in self.grpc):
+            raise ValueError("--secure is for HOST:PORT addresses, and --grpc has none")
+        return self
 
 
 class LoadSettings(AccessSettings):

@@ -3,7 +3,7 @@
 import os
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from allspark_bus import redis_url
@@ -23,7 +23,9 @@ def run(argv: Sequence[str]) -> int:
     """Start the fleet, load the models, serve until Ctrl-C, SIGTERM or ShutdownService; drain; 0."""
     settings = UpSettings.load(argv)
     models = resolve_all(settings.model)
-    fleet = Fleet(_fleet_options(settings, models, config_file(UpSettings, argv)), show_line)
+    if settings.secure is not None and not settings.secure.expanduser().exists():
+        _make_set(settings.secure.expanduser())
+    fleet = _new_fleet(_fleet_options(settings, models, config_file(UpSettings, argv)), show_line)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # drain on SIGTERM as on Ctrl-C
     try:
         return _serve(fleet, settings, models)
@@ -31,6 +33,22 @@ def run(argv: Sequence[str]) -> int:
         raise CommandError(str(error)) from error
     finally:
         _stop(fleet)
+
+
+def _new_fleet(options: FleetOptions, report: Callable[[str, str], None]) -> Fleet:
+    try:
+        return Fleet(options, report)
+    except LaunchError as error:
+        raise CommandError(f"allspark up: --secure: {error}") from error
+
+
+def _make_set(directory: Path) -> None:
+    from allspark.certs import CertsError, write_set
+
+    try:
+        write_set(directory)
+    except CertsError as error:
+        raise CommandError(f"allspark up: --secure: {error}") from error
 
 
 def _serve(fleet: Fleet, settings: UpSettings, models: Sequence[LocalModel]) -> int:
@@ -74,6 +92,7 @@ def _fleet_options(settings: UpSettings, models: Sequence[LocalModel], config: P
             device=settings.device,
             data_dir=settings.data_dir or default_data_dir(),
             redis=settings.redis,
+            secure=settings.secure.expanduser() if settings.secure else None,
             model_roots=_roots(settings, models),
             drain_s=settings.drain_s,
             start_timeout_s=settings.start_timeout_s,
@@ -110,13 +129,15 @@ def _show_status(fleet: Fleet, models: Sequence[LocalModel]) -> None:
         out.print(f"  {label:<8} {text}", markup=False, soft_wrap=True)
     if models:
         out.print("\nTry:", style="bold")
-        out.print(f"  {example_command(fleet.addresses[0], models[0])}\n", markup=False, soft_wrap=True)
+        out.print(f"  {example_command(fleet, models[0])}\n", markup=False, soft_wrap=True)
     err.file.flush()
 
 
-def example_command(address: str, model: LocalModel) -> str:
+def example_command(fleet: Fleet, model: LocalModel) -> str:
     """A command line that asks a model something."""
-    words = ["allspark", "generate", "--chat", "What is the capital of France?", f"--grpc={address}"]
+    words = ["allspark", "generate", "--chat", "What is the capital of France?"]
+    words.append(f"--grpc={fleet.addresses[0]}")
+    words += fleet.secured.client_flags() if fleet.secured else []
     words.append(f"--model={model.name}")
     if model.name != demo_model.NAME:
         words.append(f"--tokenizer={model.path}")

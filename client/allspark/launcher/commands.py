@@ -24,7 +24,7 @@ def broker_command(fleet: "Fleet", index: int, ready_fd: int) -> Sequence[str]:
         f"--frontend={bound.get('frontend', 'tcp://127.0.0.1:0')}",
         f"--backend={bound.get('backend', 'tcp://127.0.0.1:0')}",
         *(f"--model-root={root}" for root in fleet.options.model_roots),
-        *_common(fleet, ready_fd),
+        *_common(fleet, "broker", ready_fd),
         *fleet.options.broker_args,
     ]
 
@@ -37,7 +37,8 @@ def gateway_command(fleet: "Fleet", index: int, ready_fd: int) -> Sequence[str]:
         "gateway",
         *(f"--grpc={address}" for address in addresses),
         *(f"--broker={endpoint}" for endpoint in fleet.frontends),
-        *_common(fleet, ready_fd),
+        *(fleet.secured.listener_flags(addresses) if fleet.secured else ()),
+        *_common(fleet, "gateway", ready_fd),
         *fleet.options.gateway_args,
     ]
 
@@ -50,15 +51,16 @@ def worker_command(fleet: "Fleet", index: int, ready_fd: int) -> Sequence[str]:
         f"--device={fleet.options.worker_device(index)}",
         f"--num-threads={fleet.options.worker_threads()}",
         *(f"--model-root={root}" for root in fleet.options.model_roots),
-        *_common(fleet, ready_fd),
+        *_common(fleet, "worker", ready_fd),
         *fleet.options.worker_args,
     ]
 
 
-def _common(fleet: "Fleet", ready_fd: int) -> Sequence[str]:
+def _common(fleet: "Fleet", kind: str, ready_fd: int) -> Sequence[str]:
+    secure = fleet.secured.flags(kind) if fleet.secured else []
     # A password in the URL goes into the environment (`environment`): everybody can read command lines.
     redis = [] if redis_url.has_password(fleet.redis_url) else [f"--redis={fleet.redis_url}"]
-    return [*redis, f"--drain-s={fleet.options.drain_s}", f"--ready-fd={ready_fd}"]
+    return [*redis, *secure, f"--drain-s={fleet.options.drain_s}", f"--ready-fd={ready_fd}"]
 
 
 def environment(fleet: "Fleet") -> dict[str, str]:

@@ -15,6 +15,7 @@ from allspark.launcher import store
 from allspark.launcher.commands import COMMANDS, environment
 from allspark.launcher.options import FleetOptions
 from allspark.launcher.process import ManagedProcess, Report, State
+from allspark.launcher.secured import Secured
 
 STOP_MARGIN_S = 5.0
 
@@ -32,6 +33,7 @@ class Fleet:
         self.workers: list[ManagedProcess] = []
         self.store: ManagedProcess | None = None
         self.redis_url = self.options.redis or ""
+        self.secured = Secured(self.options.secure.absolute()) if self.options.secure else None
         self._report = report
         self._changed = threading.Condition()
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -112,7 +114,7 @@ class Fleet:
         A store that outlived an earlier fleet remembers its models and brings them up again. One of this name
         with other settings is drained and replaced.
         """
-        with Client(self.addresses) as client:
+        with Client(self.addresses, access=self.secured.access() if self.secured else None) as client:
             try:
                 client.build_model(name, str(path), options, is_operator=True)
             except StatusError as error:
@@ -146,8 +148,9 @@ class Fleet:
         directory = (self.options.data_dir or scratch / "data").absolute()
         self._lock = store.lock_directory(directory)
         socket = scratch / "valkey.sock"
-        command = store.valkey_command(store.valkey_binary(), directory, socket)
-        self.redis_url = f"unix://{socket}"
+        options = self.secured.store_options() if self.secured else {}
+        command = store.valkey_command(store.valkey_binary(), directory, socket, options)
+        self.redis_url = self.secured.store_url(socket) if self.secured else f"unix://{socket}"
         self.store = ManagedProcess(
             "store",
             lambda ready_fd: command,

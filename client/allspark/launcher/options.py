@@ -15,6 +15,7 @@ class FleetOptions:
     ``grpc``: with one gateway it serves all of them; several gateways take turns, each the same number of
     addresses, or one address is counted up. ``data_dir`` None: a temporary directory that goes with the
     fleet.
+    ``secure``: a directory of ``allspark certs``; TLS, tokens, CURVE and the store's ACL come from it.
     ``redis``: use this store instead of an embedded one. ``*_args`` are further flags of each process.
     ``worker_command``: what to run instead of ``allspark worker``; it gets the same flags.
     """
@@ -26,6 +27,7 @@ class FleetOptions:
     device: str = "cpu"
     data_dir: Path | None = None
     redis: str | None = None
+    secure: Path | None = None
     model_roots: tuple[Path, ...] = ()
     drain_s: float = 30.0
     start_timeout_s: float = 60.0
@@ -38,6 +40,8 @@ class FleetOptions:
         for name in ("workers", "gateways", "brokers"):
             if getattr(self, name) < (0 if name == "workers" else 1):
                 raise ValueError(f"{name} is {getattr(self, name)}; at least one is needed")
+        if self.secure is not None and self.redis is not None:
+            raise ValueError("secure is for the embedded store, not for another one")
         self.gateway_addresses()
 
     def gateway_addresses(self) -> list[tuple[str, ...]]:

@@ -2,8 +2,9 @@
 
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from allspark.launcher.errors import LaunchError
@@ -28,7 +29,9 @@ def valkey_binary() -> Path:
         raise LaunchError(f"{error}; use your own Redis or Valkey with --redis URL") from error
 
 
-def valkey_command(binary: Path, directory: Path, socket: Path) -> Sequence[str]:
+def valkey_command(
+    binary: Path, directory: Path, socket: Path, further: Mapping[str, str] = MappingProxyType({})
+) -> Sequence[str]:
     """Writes reach the append-only file within a second; a full memory is an error, not an eviction."""
     if len(os.fsencode(socket)) > _MAX_SOCKET_PATH:
         raise LaunchError(f"{socket} is too long for a unix socket; set TMPDIR to a shorter directory")
@@ -44,6 +47,7 @@ def valkey_command(binary: Path, directory: Path, socket: Path) -> Sequence[str]
         "daemonize": "no",
         "logfile": "",
         "always-show-logo": "no",
+        **further,
     }
     return [str(binary), *(word for key, value in options.items() for word in (f"--{key}", value))]
 
