@@ -24,6 +24,7 @@ import zmq.asyncio
 import zmq.auth
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from allspark_bus.secret_files import warn_if_exposed
 from allspark_bus.settings import ConfigError
 
 log = logging.getLogger(__name__)
@@ -178,6 +179,8 @@ def key_of(frame: zmq.Frame) -> bytes:
 def _load(path: Path, *, is_secret: bool = False) -> tuple[bytes, bytes]:
     try:
         public, secret = zmq.auth.load_certificate(os.fspath(path))
+        if is_secret:
+            warn_if_exposed(path)
     except (OSError, ValueError) as e:
         raise CurveError(f"cannot read the CURVE key {path}: {e}") from e
     if len(public) != KEY_CHARACTERS or (is_secret and len(secret or b"") != KEY_CHARACTERS):

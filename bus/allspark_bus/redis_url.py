@@ -10,6 +10,8 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from redis.credentials import CredentialProvider
 
+from allspark_bus.secret_files import warn_if_exposed
+
 PASSWORD_FILE = "password_file"
 #: Options of a URL; anything else would fail at the first connection only.
 OPTIONS = frozenset(
@@ -29,6 +31,7 @@ class FilePassword(CredentialProvider):
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         """(user, password), or only the password of the default user; raises OSError."""
+        warn_if_exposed(self._path)
         password = self._path.read_text(encoding="utf-8").strip()
         return (self._user, password) if self._user else (password,)
 

@@ -6,6 +6,7 @@ import ssl
 from pathlib import Path
 
 import grpc
+from allspark_bus.secret_files import warn_if_exposed
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class CertificateFiles:
     def _read(self) -> grpc.ServerCertificateConfiguration:
         try:
             stamps = self._stamp()
+            warn_if_exposed(self._key)
             key, chain = self._key.read_bytes(), self._certificate.read_bytes()
             roots = self._client_ca.read_bytes() if self._client_ca else None
         except OSError as e:

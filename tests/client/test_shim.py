@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from allspark.certs import write_set
 from allspark.cli import EXIT_FAILED, EXIT_OK, main
 from allspark.client import AccessDenied, AsyncClient
+from allspark.client.access import Access
 from allspark.shim import ShimError, ShimSettings, translate, write_directory
 from allspark.shim.arguments import Launch, parse
 from allspark.shim.session import Refused, Session
@@ -118,6 +120,19 @@ def test_the_command_writes_it_and_says_what_to_set(
     assert ShimSettings.read(directory) == ShimSettings(("h:1",), models)
     assert main(["dashinfer-shim", str(directory), "--model=a"]) == EXIT_FAILED
     assert "NAME=MODEL" in capsys.readouterr().err
+
+
+def test_a_shim_keeps_where_certificates_and_token_are_and_not_the_token(tmp_path: Path) -> None:
+    write_set(tmp_path / "set", tenants=("a",))
+    ca, token = tmp_path / "set" / "ca.pem", tmp_path / "set" / "a.token"
+    directory = tmp_path / "shim"
+    flags = ["--grpc=h:1", f"--tls-ca={ca}", f"--token-file={token}"]
+    assert main(["dashinfer-shim", str(directory), *flags]) == EXIT_OK
+    assert ShimSettings.read(directory).access() == Access(ca=ca.read_bytes(), token=token.read_text())
+    assert token.read_text() not in (directory / "shim.json").read_text()
+    token.unlink()
+    with pytest.raises(ShimError, match="cannot be used"):
+        ShimSettings.read(directory).access()
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"grpc": ["a"], "models": {"m": {"x": 1}}}'])

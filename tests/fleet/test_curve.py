@@ -229,6 +229,17 @@ def test_bad_directories_are_refused_with_the_file(made: Path, tmp_path: Path) -
         AllowList(tmp_path)
 
 
+def test_a_secret_that_everybody_can_read_is_warned_about(
+    made: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = Path(shutil.copytree(made / "worker", tmp_path / "keys"))
+    ClientKeys.read(keys)
+    assert caplog.text == ""
+    (keys / "client.key_secret").chmod(0o644)
+    ClientKeys.read(keys)
+    assert "every user of this machine can read the secret in" in caplog.text
+
+
 def test_secret_keys_are_in_no_repr(made: Path) -> None:
     for keys in (ClientKeys.read(made / "worker"), ServerKeys.read(made / "broker")):
         assert keys.secret.decode() not in repr(keys)
