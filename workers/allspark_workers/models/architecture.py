@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "longrope")
+#: No model has more; a file that says so would have lists as long made for it.
+MAX_LAYERS: Final = 4096
+_MAX_SIZE: Final = 2**31
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -42,10 +45,15 @@ class RopeParams:
             raise ValueError(
                 f"rope base {self.theta}, factor {self.factor}, context {self.original_max_positions}"
             )
+        numbers = (self.theta, self.factor, self.attention_factor or 0.0, self.mscale, self.mscale_all_dim)
+        if not all(map(math.isfinite, numbers)) or min(numbers[2:]) < 0:
+            raise ValueError(f"rope base, factor, attention factor and scales {numbers}")
+        if not (0 < self.beta_slow < math.inf and 0 < self.beta_fast < math.inf):
+            raise ValueError(f"rope betas {self.beta_fast}, {self.beta_slow}")
         if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(f"rope frequency factors {self.low_freq_factor}, {self.high_freq_factor}")
         for divisors in (self.divisors, self.short_divisors, self.long_divisors):
-            if divisors and (len(divisors) != self.rotary_dim // 2 or min(divisors) <= 0):
+            if divisors and (len(divisors) != self.rotary_dim // 2 or not min(divisors) > 0):
                 raise ValueError(f"rope divisors {divisors} for {self.rotary_dim} dimensions")
         if self.kind == "longrope" and not (self.divisors or (self.short_divisors and self.long_divisors)):
             raise ValueError("longrope needs short_factor and long_factor")
@@ -71,6 +79,13 @@ class MoeParams:
             raise ValueError(f"{self.top_k} of {self.num_experts} experts per token")
         if self.expert_size < 1 or self.shared_size < 0:
             raise ValueError(f"experts of width {self.expert_size}, shared {self.shared_size}")
+
+
+def checked_layers(count: int) -> int:
+    """`count`, before anything is made for each layer; raises ValueError for what no model has."""
+    if not 1 <= count <= MAX_LAYERS:
+        raise ValueError(f"{count} layers; legal are 1 to {MAX_LAYERS}")
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +141,11 @@ class Architecture:
             "head_dim",
             "max_positions",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+            if not 1 <= getattr(self, name) < _MAX_SIZE:
+                raise ValueError(f"{name} must be positive and below 2^31, not {getattr(self, name)}")
+        checked_layers(self.num_layers)
+        if not 0.0 <= self.norm_eps < math.inf:
+            raise ValueError(f"the epsilon of norms is {self.norm_eps}")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(f"{self.num_heads} heads of {self.head_dim} over {self.num_kv_heads} KV heads")
         if self.rope.rotary_dim > self.head_dim:

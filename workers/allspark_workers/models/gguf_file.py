@@ -14,7 +14,7 @@ import torch
 from allspark_kernels import QuantisedWeight
 
 from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
-from allspark_workers.models.architecture import Architecture, MoeParams, RopeParams
+from allspark_workers.models.architecture import Architecture, MoeParams, RopeParams, checked_layers
 from allspark_workers.models.gguf_codes import KEPT_BITS, quantised_weight
 from allspark_workers.models.gguf_families import ARCHITECTURES, family_of, hugging_face_tensors
 from allspark_workers.models.gguf_header import GGUFFormatError, TensorInfo, read_gguf
@@ -117,7 +117,7 @@ class GGUFFile:
             )
         try:
             return self._architecture()
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise ModelIOError(f"{self.location} lacks or misstates a value: {error!r}") from error
 
     def _architecture(self) -> Architecture:
@@ -127,7 +127,7 @@ class GGUFFile:
         context = int(self._need("context_length"))
         eos = self._field("tokenizer.ggml.eos_token_id")
         end_of_turn = self._field("tokenizer.ggml.eot_token_id")
-        num_layers = int(self._need("block_count"))
+        num_layers = checked_layers(int(self._need("block_count")))
         family, rope = self._family, self._rope(head_dim, context)
         return Architecture(
             family=family.name,

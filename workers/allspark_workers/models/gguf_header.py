@@ -35,6 +35,7 @@ _SCALARS: Final = {
 }
 _MAX_DIMS: Final = 4
 _KEPT_ITEMS: Final = 4096
+_MAX_NESTING: Final = 8
 
 
 class GGUFFormatError(ValueError):
@@ -122,7 +123,9 @@ class _Parser:
             raise GGUFFormatError(f"value type {kind} is unknown")
         return self._scalar(_SCALARS[kind])
 
-    def _array(self, kind: int, length: int) -> list[Any] | None:
+    def _array(self, kind: int, length: int, depth: int = 1) -> list[Any] | None:
+        if depth > _MAX_NESTING:
+            raise GGUFFormatError(f"arrays are nested more than {_MAX_NESTING} deep")
         if kind == _STRING:
             data, unpack, at, size = self._data, struct.unpack_from, self._at, self._size
             for _ in range(length):
@@ -133,7 +136,7 @@ class _Parser:
             return None
         if kind == _ARRAY:
             for _ in range(length):
-                self._array(self._scalar("<I"), self._scalar("<Q"))
+                self._array(self._scalar("<I"), self._scalar("<Q"), depth + 1)
             return None
         if kind not in _SCALARS:
             raise GGUFFormatError(f"array type {kind} is unknown")

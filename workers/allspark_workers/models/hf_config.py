@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
-from allspark_workers.models.architecture import ROPE_TYPES, Activation, Architecture, MoeParams, RopeParams
+from allspark_workers.models.architecture import (
+    ROPE_TYPES,
+    Activation,
+    Architecture,
+    MoeParams,
+    RopeParams,
+    checked_layers,
+)
 from allspark_workers.models.families import Family, find_family, known_classes
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Early configurations of Phi-3 call longrope by the names of its predecessors.
 _PHI3_ROPE = {"su": "longrope", "yarn": "longrope"}
+_MAX_BYTES = 16 << 20
 
 
 def read_architecture(directory: Path) -> Architecture:
@@ -25,14 +33,15 @@ def read_architecture(directory: Path) -> Architecture:
     config = _read_json(directory / "config.json")
     try:
         return _architecture(config, _eos_ids(directory, config))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, AttributeError, TypeError, ValueError, ArithmeticError) as error:
         raise ModelIOError(f"{directory / 'config.json'} lacks or misstates a value: {error!r}") from error
 
 
 def _architecture(config: Mapping[str, Any], eos_ids: tuple[int, ...]) -> Architecture:
     family = _family(config)
     _refuse_unknown(config)
-    num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+    num_layers = checked_layers(int(config["num_hidden_layers"]))
+    num_heads = int(config["num_attention_heads"])
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     head_dim = int(config.get("head_dim") or config["hidden_size"] // num_heads)
     max_positions = int(config.get("max_position_embeddings") or family.max_positions)
@@ -42,6 +51,8 @@ def _architecture(config: Mapping[str, Any], eos_ids: tuple[int, ...]) -> Archit
     tied = config.get("tie_word_embeddings")
     rope, local_rope = _ropes(config, family, head_dim, max_positions)
     scalar = config.get("query_pre_attn_scalar", family.query_pre_attn_scalar)
+    if scalar is not None and not float(scalar) > 0:
+        raise ValueError(f"query_pre_attn_scalar is {scalar}")
     return Architecture(
         family=family.name,
         vocab_size=int(config["vocab_size"]),
@@ -230,10 +241,12 @@ def _eos_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ModelIOError(f"{path} has more than {_MAX_BYTES} bytes: it is no model's configuration")
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
         raise ModelIOError(f"{path} is missing: not a Hugging Face model directory") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelIOError(f"{path} is unreadable: {error}") from error
     if not isinstance(value, dict):
         raise ModelIOError(f"{path} does not hold a JSON object")

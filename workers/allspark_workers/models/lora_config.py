@@ -108,7 +108,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
         if path.stat().st_size > _MAX_BYTES:
             raise ModelIOError(f"{path} has more than {_MAX_BYTES} bytes: it is no adapter's configuration")
         fields = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelIOError(f"{path} cannot be read: {error}") from error
     if not isinstance(fields, dict):
         raise ModelIOError(f"{path} does not hold a JSON object")
@@ -116,12 +116,20 @@ def read_lora_config(directory: Path) -> LoraConfig:
         return parse_lora_config(fields)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"adapter {directory.name}: {error}") from error
-    except (KeyError, TypeError, ValueError, re.error) as error:
+    except (
+        LookupError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        re.error,
+        RecursionError,
+    ) as error:
         raise ModelIOError(f"{path} lacks or misstates a value: {error!r}") from error
 
 
 def parse_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
-    """Raises UnsupportedModelError, or KeyError, TypeError, ValueError, re.error for malformed values."""
+    """Raises UnsupportedModelError; for malformed values what Python raises (see `read_lora_config`)."""
     _refuse_unsupported(fields)
     config = LoraConfig(
         rank=_positive(fields["r"]),

@@ -93,7 +93,7 @@ def _weight_files(directory: Path) -> list[Path]:
         return [single]
     try:
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelIOError(f"{index} is not a safetensors index: {error!r}") from error
     for name in names:
         # The index comes with the model: it must not lead out of the directory the caller confined us to.

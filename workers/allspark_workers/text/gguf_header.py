@@ -15,6 +15,7 @@ from allspark_workers.text.errors import TextError
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
+_MAX_NESTING = 8
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -51,14 +52,16 @@ class _Reader:
         self._u64()  # number of tensors
         return {self._string(): self._value(self._u32()) for _ in range(self._u64())}
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
+            if depth >= _MAX_NESTING:
+                raise TextError(f"{self._path}: arrays are nested more than {_MAX_NESTING} deep")
             item, count = self._u32(), self._u64()
             if item in _SCALARS:
                 return list(self._unpack(f"<{count}{_SCALARS[item]}"))
-            return [self._value(item) for _ in range(count)]
+            return [self._value(item, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
             raise TextError(f"{self._path}: unknown value type {kind} in the header")
         return self._unpack("<" + _SCALARS[kind])[0]

@@ -1,7 +1,8 @@
 """One tokenizer class over the two places a tokenizer comes from."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,22 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises ``TextError`` when there is none or it is of an unknown kind.
     """
     if path.is_dir():
-        return _from_json(path / "tokenizer.json")
-    if not path.exists():
+        path = path / "tokenizer.json"
+    elif not path.exists():
         raise TextError(f"{path} does not exist; name a model directory, a tokenizer.json or a GGUF file")
-    return _from_json(path) if path.suffix == ".json" else _from_gguf(path)
+    with _damage_named(path):
+        return _from_json(path) if path.suffix == ".json" else _from_gguf(path)
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Whatever a value of the wrong kind makes of the code or the library is a TextError about the file."""
+    try:
+        yield
+    except (TextError, OSError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise TextError(f"{path}, or a file beside it, lacks or misstates a value: {error!r}") from error
 
 
 def _from_gguf(path: Path) -> Tokenizer:
@@ -125,6 +138,9 @@ def _from_json(path: Path) -> Tokenizer:
         raw = RawTokenizer.from_file(str(path))
     except Exception as error:  # the library has no error of its own
         raise TextError(f"{path} is no tokenizer: {error}") from error
+    # They belong to the training of embeddings: padding to a length in the file is memory without bound.
+    raw.no_padding()
+    raw.no_truncation()
     config = _read_json(path.with_name("tokenizer_config.json"))
     special = {
         name: text
@@ -154,7 +170,10 @@ def _eos_ids(raw: RawTokenizer, special: Mapping[str, str], generation: Mapping[
     ids: list[int | None] = list(configured) if isinstance(configured, list) else [configured]
     if "eos_token" in special:
         ids.insert(0, raw.token_to_id(special["eos_token"]))
-    return tuple(dict.fromkeys(index for index in ids if index is not None))
+    known = [index for index in ids if index is not None]
+    if not all(isinstance(index, int) and abs(index) < 2**31 for index in known):
+        raise TextError(f"eos_token_id {configured!r} of the generation configuration is no token id")
+    return tuple(dict.fromkeys(known))
 
 
 def _byte_ids(raw: RawTokenizer) -> frozenset[int]:
@@ -176,6 +195,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TextError(f"{path} is not JSON: {error}") from error
     return value if isinstance(value, dict) else {}
