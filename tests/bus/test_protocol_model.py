@@ -35,7 +35,7 @@ from tests.conftest import ValkeyProcess
 RID = "default/u"
 MODEL = "m"
 TICK_MS = 100_000
-RESERVATION_MS, RESULT_MS, TOMBSTONE_MS = 5 * TICK_MS, 100 * TICK_MS, 40 * TICK_MS
+DEFERRAL_MS, RESERVATION_MS, RESULT_MS, TOMBSTONE_MS = 3 * TICK_MS, 5 * TICK_MS, 100 * TICK_MS, 40 * TICK_MS
 TTL = Ttl(RESULT_MS, TOMBSTONE_MS)
 MAX_DEATHS = 2
 LONG_RUN = int(os.environ.get("ALLSPARK_MODEL_EXAMPLES", "0"))
@@ -62,6 +62,8 @@ class Reader:
     arrived: str = ""
     reserved_by: str = ""
     reserved_ms: int = 0
+    has_read: bool = False
+    was_told: bool = False
 
 
 def token(life: int, position: int) -> int:
@@ -235,6 +237,7 @@ class Protocol(RuleBasedStateMachine):
         assert batch.outcome == ("busy" if is_held else "ok")
         if is_held:
             return
+        r.has_read = True
         assert batch.start == len(r.received), "a token was skipped or delivered twice"
         assert list(batch.tokens) == self.tokens[batch.start :]
         assert bool(batch.status) == (self.state == "ended")
@@ -263,6 +266,20 @@ class Protocol(RuleBasedStateMachine):
             assert (batch.outcome, batch.start, batch.end) == ("ok", start, len(self.tokens))
             assert list(batch.tokens) == self.tokens[start:]
             assert bool(batch.status) == (self.state == "ended")
+
+    @rule()
+    def status(self) -> None:
+        """A loop of Get and GenerateStatus misses nothing: the end waits a while for who reads."""
+        r = self.reader
+        told = self.do(self.streams.status(RID, r.arrived, DEFERRAL_MS))
+        if self._not_readable(told.outcome):
+            return
+        is_deferred = r.has_read and not r.was_told and self.now - self.since < DEFERRAL_MS
+        if self.state == "open" or (len(r.received) < len(self.tokens) and is_deferred):
+            assert told.status == (2 if self.tokens else 0)
+            return
+        assert told.status in (3, 4)
+        r.was_told = r.was_told or len(r.received) < len(self.tokens)
 
     @rule()
     def view(self) -> None:
