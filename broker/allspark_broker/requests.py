@@ -18,6 +18,7 @@ from allspark_broker.texts import Texts
 log = logging.getLogger(__name__)
 
 QUEUE_FULL_RETRY_MS = 1000
+LATE_RETRY_MS = 100
 _USED_TENSORS = frozenset({"input_ids", "attention_mask", "hash_input"})
 _TEXT_TENSORS = text_inputs.NAMES
 
@@ -105,11 +106,16 @@ class Requests:
         )
         outcome = "failed"
         try:
-            admission = await self._ledger.admit(entry, digest)
+            admission = await self._ledger.admit(entry, digest, envelope.sent_unix_ms)
             outcome = admission.outcome
         finally:
             if outcome != "new" and worker is not None:
                 worker.flights.pop(rid, None)
+        if outcome == "late":
+            raise Denied(
+                f"uuid {request.config.uuid!r} was released after this call was sent: send it again",
+                retry_after_ms=LATE_RETRY_MS,
+            )
         if outcome == "conflict":
             raise ParamError(
                 f"uuid {request.config.uuid!r} is in use by another request: "

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 import uuid as uuid_lib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,7 @@ class BrokerClient:
             raise Denied(f"{self._max_calls} calls to the broker are waiting already", retry_after_ms=500)
         envelope.version = PROTOCOL_VERSION
         envelope.wants_progress = True
+        envelope.sent_unix_ms = int(time.time() * 1000)
         envelope.correlation_id = f"{self._prefix}-{next(self._serial)}"
         call = _Call(asyncio.get_running_loop().create_future())
         self._calls[envelope.correlation_id] = call

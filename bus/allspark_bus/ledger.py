@@ -40,7 +40,9 @@ class Ttl:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """`outcome` is "new", "same" (an identical retry) or "conflict" (another body under the same uuid)."""
+    """`outcome` is "new", "same" (an identical retry) "conflict" (another body under the same uuid)
+    or "late" (a copy of a call from before the uuid was released).
+    """
 
     outcome: str
     epoch: int
@@ -107,8 +109,11 @@ class Ledger:
         self._store = store
         self._ttl = ttl or Ttl()
 
-    async def admit(self, entry: Entry, digest: bytes) -> Admission:
-        """Records a request and indexes it, or finds the one that is there already."""
+    async def admit(self, entry: Entry, digest: bytes, sent_ms: int = 0) -> Admission:
+        """Records a request and indexes it, or finds the one that is there already.
+
+        `sent_ms` is when the call was first sent (0: not known).
+        """
         tenant, _ = keys.split_request_id(entry.request_id)
         rid = entry.request_id
         *_, reply = await self._store.batch(
@@ -128,6 +133,7 @@ class Ledger:
                         entry.priority,
                         self._ttl.result_ms,
                         self._ttl.tombstone_ms,
+                        sent_ms,
                     ],
                 ),
             ]
@@ -141,6 +147,9 @@ class Ledger:
         state, owner = await self._store.command("HMGET", keys.request(rid), "st", "md")
         if state != b"open" or _text(owner) != model:
             await self._store.command("ZREM", keys.open_requests(model), rid)
+        if state in (None, b"released"):
+            tenant, _ = keys.split_request_id(rid)
+            await self._store.command("SREM", keys.tenant_requests(tenant), rid)
 
     async def advance(self, rid: str, expected_epoch: int, worker: str, *, died: bool = False) -> Advance:
         """Dispatches (worker given) or claims (worker "") by raising the epoch; `died` counts a death."""
@@ -195,7 +204,7 @@ class Ledger:
 
     async def release(self, rid: str) -> tuple[str, str, bool]:
         """Forgets a request: ("ok"|"released"|"unknown", worker that held it or "", was it open)."""
-        reply = await self._store.script(RELEASE, _keys(rid), [])
+        reply = await self._store.script(RELEASE, _keys(rid), [now_ms()])
         outcome, worker, model, state = map(_text, reply)
         tenant, _ = keys.split_request_id(rid)
         if outcome == "ok":

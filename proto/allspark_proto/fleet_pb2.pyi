@@ -38,6 +38,7 @@ class Envelope(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     MAY_SHUTDOWN_FIELD_NUMBER: _builtins.int
     WANTS_PROGRESS_FIELD_NUMBER: _builtins.int
+    SENT_UNIX_MS_FIELD_NUMBER: _builtins.int
     START_REQUEST_FIELD_NUMBER: _builtins.int
     STOP_REQUEST_FIELD_NUMBER: _builtins.int
     RELEASE_REQUEST_FIELD_NUMBER: _builtins.int
@@ -68,6 +69,8 @@ class Envelope(_message.Message):
     """ShutdownService may stop the whole fleet (set for listeners the operator allowed)"""
     wants_progress: _builtins.bool
     """send Replies with in_progress while the call takes long"""
+    sent_unix_ms: _builtins.int
+    """when the call was first sent; a copy from before its uuid's release is denied. 0: not told"""
     @_builtins.property
     def start_request(self) -> _allspark_service_pb2.StartRequestRequest: ...
     @_builtins.property
@@ -110,6 +113,7 @@ class Envelope(_message.Message):
         priority: _builtins.int = ...,
         may_shutdown: _builtins.bool = ...,
         wants_progress: _builtins.bool = ...,
+        sent_unix_ms: _builtins.int = ...,
         start_request: _allspark_service_pb2.StartRequestRequest | None = ...,
         stop_request: _allspark_service_pb2.StopRequestRequest | None = ...,
         release_request: _allspark_service_pb2.StopRequestRequest | None = ...,
@@ -129,7 +133,7 @@ class Envelope(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["build_model", b"build_model", "call", b"call", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_fleet_status", b"get_fleet_status", "get_model_information", b"get_model_information", "get_op_profiling_info", b"get_op_profiling_info", "get_rank_nums", b"get_rank_nums", "release_model", b"release_model", "release_request", b"release_request", "reload_model", b"reload_model", "shutdown_service", b"shutdown_service", "start_model", b"start_model", "start_request", b"start_request", "stop_model", b"stop_model", "stop_request", b"stop_request", "unload_model", b"unload_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_model", b"build_model", "call", b"call", "correlation_id", b"correlation_id", "deadline_unix_ms", b"deadline_unix_ms", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_fleet_status", b"get_fleet_status", "get_model_information", b"get_model_information", "get_op_profiling_info", b"get_op_profiling_info", "get_rank_nums", b"get_rank_nums", "may_shutdown", b"may_shutdown", "priority", b"priority", "release_model", b"release_model", "release_request", b"release_request", "reload_model", b"reload_model", "shutdown_service", b"shutdown_service", "start_model", b"start_model", "start_request", b"start_request", "stop_model", b"stop_model", "stop_request", b"stop_request", "tenant", b"tenant", "unload_model", b"unload_model", "version", b"version", "wants_progress", b"wants_progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_model", b"build_model", "call", b"call", "correlation_id", b"correlation_id", "deadline_unix_ms", b"deadline_unix_ms", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_fleet_status", b"get_fleet_status", "get_model_information", b"get_model_information", "get_op_profiling_info", b"get_op_profiling_info", "get_rank_nums", b"get_rank_nums", "may_shutdown", b"may_shutdown", "priority", b"priority", "release_model", b"release_model", "release_request", b"release_request", "reload_model", b"reload_model", "sent_unix_ms", b"sent_unix_ms", "shutdown_service", b"shutdown_service", "start_model", b"start_model", "start_request", b"start_request", "stop_model", b"stop_model", "stop_request", b"stop_request", "tenant", b"tenant", "unload_model", b"unload_model", "version", b"version", "wants_progress", b"wants_progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["start_request", "stop_request", "release_request", "build_model", "start_model", "stop_model", "release_model", "unload_model", "reload_model", "get_engine_stat", "get_model_information", "get_op_profiling_info", "get_file_information", "get_rank_nums", "shutdown_service", "get_fleet_status"]  # noqa: Y015
     _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015

@@ -104,6 +104,17 @@ async def test_refused_end_of_a_zombie_leaves_the_request_to_those_who_look_for_
     assert await ledger.open_requests("m") == []
 
 
+async def test_copy_of_a_call_that_arrives_after_the_release_does_not_run_it_again(ledger: Ledger) -> None:
+    sent = now_ms() - 1
+    assert (await ledger.admit(entry(), b"d", sent)).outcome == "new"
+    await ledger.release(RID)
+    assert (await ledger.admit(entry(), b"d", sent)).outcome == "late"
+    assert await ledger.num_open("m") == 0 and await ledger.tenant_requests("default") == []
+    assert (await ledger.admit(entry(), b"d", now_ms())).outcome == "new", (
+        "a call sent since then is another one"
+    )
+
+
 async def test_finish_ends_once_and_fences_the_worker(ledger: Ledger, streams: Streams) -> None:
     await ledger.admit(entry(), b"d")
     await ledger.append([append(0, 5)])
@@ -127,7 +138,7 @@ async def test_a_request_stopped_before_its_first_token_has_a_terminal_record(
 
 async def test_release_that_was_cut_off_is_completed_by_its_repetition(ledger: Ledger, store: Store) -> None:
     await ledger.admit(entry(), b"d")
-    await store.script(RELEASE, [keys.request(RID), keys.stream(RID)], [])  # and here its broker died
+    await store.script(RELEASE, [keys.request(RID), keys.stream(RID)], [now_ms()])  # and here its broker died
     assert await ledger.tenant_requests("default") == [RID]
     assert await ledger.release(RID) == ("released", "", False)
     assert await ledger.tenant_requests("default") == []

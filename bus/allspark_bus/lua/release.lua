@@ -1,11 +1,11 @@
--- Forgets a request; a tombstone stays for a while, with the epoch that a successor of the same uuid must exceed. KEYS: request, stream.
+-- Forgets a request; a tombstone stays for a while, with the epoch that a successor of the same uuid must exceed. KEYS: request, stream. ARGV: now_ms
 -- Returns {"ok"|"released"|"unknown", worker, model, "open"|"ended"}.
 local h = redis.call('HMGET', KEYS[1], 'st', 'wk', 'md', 'tt', 'ep')
 if not h[1] then return {'unknown', '', '', ''} end
 if h[1] == 'released' then return {'released', '', '', ''} end
 redis.call('DEL', KEYS[1], KEYS[2])
 if tonumber(h[4]) > 0 then
-  redis.call('HSET', KEYS[1], 'st', 'released', 'ep', h[5])
+  redis.call('HSET', KEYS[1], 'st', 'released', 'ep', h[5], 'et', ARGV[1])
   redis.call('PEXPIRE', KEYS[1], h[4])
 end
 redis.call('PUBLISH', KEYS[2], 'released')
