@@ -117,6 +117,8 @@ class Broker:
             max_message_bytes=max_message_bytes,
             keys=self._access.keys,
             door=door,
+            # Clients do not trust each other: with keys none may take over the answers of another.
+            is_handed_over=door == BACKEND or self._access.keys is None,
         )
 
     async def run(self) -> None:

@@ -36,17 +36,19 @@ def router(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     keys: ServerKeys | None = None,
     door: str = "",
+    is_handed_over: bool = True,
 ) -> tuple[zmq.asyncio.Socket, str]:
     """A bound ROUTER and the endpoint it really has (port 0 takes a free one).
 
     Sending to a peer that is not connected raises EHOSTUNREACH, and to one whose queue is full EAGAIN,
     instead of dropping the message. A peer that reconnects under its identity replaces its old connection.
+    `is_handed_over` False: the old connection keeps the identity until it ends: nobody can take it away.
     With `keys` only peers that the context's `curve.Doorkeeper` admits at this `door` can connect.
     """
     socket = context.socket(zmq.ROUTER)
     _configure(socket, max_message_bytes)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, int(is_handed_over))
     if keys is not None:
         keys.apply(socket, door)
     socket.bind(endpoint)

@@ -34,6 +34,7 @@ Command = tuple[Arg, ...]
 MAX_BATCH = 512
 CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 10.0
+REPORT_S = 10.0  # a refused login is logged this often
 RETRY_FIRST_S, RETRY_MAX_S = 0.02, 1.0
 _LOST = (ConnectionError, TimeoutError, BusyLoadingError, OSError)
 
@@ -59,6 +60,7 @@ class Store:
         self._loaded: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
+        self._reported_s = float("-inf")
 
     @property
     def is_connected(self) -> bool:
@@ -108,13 +110,9 @@ class Store:
                 await self._round_trip(batch)
                 return
             except _LOST as e:
+                self._report_refusal(e)
                 await self._disconnect()
                 batch = self._give_up_on_old(batch, e)
-            except AuthenticationError as e:
-                await self._disconnect()
-                for _, future, _ in batch:
-                    _fail(future, StoreUnavailable(f"Redis refused the login: {e}"))
-                return
             except Exception as e:
                 await self._disconnect()
                 log.exception("unexpected failure of a Redis round trip")
@@ -123,6 +121,13 @@ class Store:
                 return
             await asyncio.sleep(delay)  # back-off between attempts to reconnect
             delay = min(delay * 2, RETRY_MAX_S)
+
+    def _report_refusal(self, error: BaseException) -> None:
+        """Told, and tried again: a changed password may be on its way."""
+        now_s = time.monotonic()
+        if isinstance(error, AuthenticationError) and now_s - self._reported_s >= REPORT_S:
+            self._reported_s = now_s
+            log.error("Redis refuses the login: %s", error)
 
     def _give_up_on_old(
         self, batch: list[tuple[Command, asyncio.Future[Any], float]], error: BaseException

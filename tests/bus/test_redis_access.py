@@ -150,7 +150,9 @@ async def test_a_reader_sees_the_results_of_its_tenant_only(made: Path, port: in
 
 
 @pytest.mark.parametrize("where", ["redis://127.0.0.1:{port}/0", "redis://allspark:wrong@127.0.0.1:{port}/0"])
-async def test_without_the_password_nothing_is_read(where: str, port: int) -> None:
+async def test_without_the_password_nothing_is_read(
+    where: str, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
     async with opened(where.format(port=port)) as store:
         with pytest.raises(
             (StoreUnavailable, ResponseError),
@@ -158,6 +160,8 @@ async def test_without_the_password_nothing_is_read(where: str, port: int) -> No
         ) as e:
             await store.command("PING")
         assert "wrong" not in str(e.value)
+        told = [r for r in caplog.records if r.getMessage().startswith("Redis refuses the login: ")]
+        assert len(told) == 1, "once, though it was tried often"
 
 
 async def test_a_changed_password_is_read_at_the_next_connection(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import zmq
@@ -115,6 +116,7 @@ async def test_keys_decide_who_may_do_what(curve_fleet: CurveFleet, made: Path, 
     assert reply.as_status == 0
 
     await _strangers_get_nothing(curve_fleet, made)
+    await _nobody_takes_over_the_answers_of_another(curve_fleet)
     await _the_status_command_needs_a_key(curve_fleet)
 
     # A removed key counts for connections that are open.
@@ -139,23 +141,43 @@ async def _strangers_get_nothing(f: CurveFleet, made: Path) -> None:
     knocks += [(f.backend, how) for how in (*strangers.values(), gateway)]
     answers = await asyncio.gather(*[_knock(endpoint, how) for endpoint, how in knocks])
     assert answers == [None] * len(knocks)
-    assert await _knock(f.frontend, gateway) is not None
-    assert await _knock(f.backend, worker) is not None
+    assert await _knock(f.frontend, gateway, patience_s=20) is not None
+    assert await _knock(f.backend, worker, patience_s=20) is not None
 
 
-async def _knock(endpoint: str, keys: ClientKeys | None) -> bytes | None:
+async def _knock(
+    endpoint: str, keys: ClientKeys | None, identity: bytes = b"", patience_s: float = SILENCE_S
+) -> bytes | None:
     """What a peer gets for an envelope, or for a worker's heartbeat; garbage is answered as well."""
     context = zmq.asyncio.Context()
-    socket = sockets.dealer(context, endpoint, identity=b"knock", keys=keys)
-    beat = fleet.FromWorker(version=1, worker_id="knock", heartbeat=fleet.WorkerHeartbeat())
+    identity = identity or uuid4().hex.encode()
+    socket = sockets.dealer(context, endpoint, identity=identity, keys=keys)
+    beat = fleet.FromWorker(version=1, worker_id=identity.decode(), heartbeat=fleet.WorkerHeartbeat())
     call = fleet.Envelope(version=1, correlation_id="c", get_fleet_status=fleet.GetFleetStatus())
     try:
-        async with asyncio.timeout(SILENCE_S):  # a peer that is not admitted cannot even send
+        async with asyncio.timeout(patience_s):  # a peer that is not admitted cannot even send
             for message in (beat, call):
                 await socket.send_multipart([sockets.HEADER, message.SerializeToString()])
             return bytes((await socket.recv_multipart())[-1])
     except TimeoutError:
         return None
+    finally:
+        context.destroy(linger=0)
+
+
+async def _nobody_takes_over_the_answers_of_another(f: CurveFleet) -> None:
+    """Two producers whose sockets have the same identity."""
+    context = zmq.asyncio.Context()
+    holder = sockets.dealer(
+        context, f.frontend, identity=b"same", keys=ClientKeys.read(f.keys / "producer-a")
+    )
+    call = fleet.Envelope(version=1, correlation_id="c", get_fleet_status=fleet.GetFleetStatus())
+    frames = [sockets.HEADER, call.SerializeToString()]
+    try:
+        for _ in range(2):
+            await holder.send_multipart(frames)
+            await asyncio.wait_for(holder.recv_multipart(), 20)
+            assert await _knock(f.frontend, ClientKeys.read(f.keys / "producer-b"), b"same") is None
     finally:
         context.destroy(linger=0)
 
@@ -169,9 +191,9 @@ async def _is_answered(client: BrokerClient) -> bool:
 
 
 async def _the_status_command_needs_a_key(f: CurveFleet) -> None:
-    asked = {"broker": (f.frontend,), "timeout_s": SILENCE_S}
-    [known] = (await collect(StatusSettings(**asked, curve=f.keys / "gateway")))["brokers"]
-    [stranger] = (await collect(StatusSettings(**asked)))["brokers"]
+    known_as = {"curve": f.keys / "gateway", "timeout_s": 20}
+    [known] = (await collect(StatusSettings(broker=(f.frontend,), **known_as)))["brokers"]
+    [stranger] = (await collect(StatusSettings(broker=(f.frontend,), timeout_s=SILENCE_S)))["brokers"]
     assert [model["name"] for model in known["models"]] == ["m"]
     assert "no answer from the broker" in stranger["error"]
 
