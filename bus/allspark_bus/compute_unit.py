@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from allspark_bus.errors import ParamError
 
 MAX_RANKS = 16
-_UNIT = re.compile(r"(CPU|CUDA):(\d+(?:,\d+)*)\Z")
+_UNIT = re.compile(r"(CPU|CUDA):([0-9]{1,6}(?:,[0-9]{1,6})*)\Z")
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,9 @@ def payload_of(frames: list[bytes]) -> bytes:
     if len(frames) != 2 or not frames[0].startswith(MAGIC):
         raise MalformedMessage(f"expected the two frames ALSP<version>, payload; got {len(frames)} frame(s)")
     if frames[0] != HEADER:
-        raise MalformedMessage(f"protocol version {frames[0][4:].hex()} is not known; this broker speaks 01")
+        raise MalformedMessage(
+            f"protocol version {frames[0][4:12].hex()} is not known; this broker speaks 01"
+        )
     return frames[1]
 
 

@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 
 from allspark_bus.errors import LimitError, ParamError
 
+#: What NumPy 1 and 2 both take.
+_MAX_DIMS = 32
+_MAX_EXPANDED_BYTES = 1 << 28
 _DTYPES: dict[int, np.dtype[np.generic]] = {
     pb.FLOAT32: np.dtype("<f4"),
     pb.FLOAT16: np.dtype("<f2"),
@@ -31,12 +34,15 @@ def to_array(name: str, tensor: pb.Tensor) -> NDArray[np.generic]:
         raise ParamError(f"tensor {name!r}: data_type {tensor.data_type} has no numeric values")
     dims = list(tensor.shape.dims)
     if any(d < 0 for d in dims):
-        raise ParamError(f"tensor {name!r}: negative dimension in shape {dims}")
+        raise ParamError(f"tensor {name!r}: negative dimension in shape {dims[:_MAX_DIMS]}")
+    if len(dims) > _MAX_DIMS:
+        raise ParamError(f"tensor {name!r} has {len(dims)} dimensions, the limit is {_MAX_DIMS}")
     if tensor.data_mode == pb.DENSE:
         return _dense(name, tensor.data, dtype, dims)
     if len(dims) != 2:
         raise ParamError(f"tensor {name!r}: sparse layouts are for two dimensions, shape is {dims}")
-    if math.prod(dims) * dtype.itemsize > 1 << 28:
+    # An empty matrix may have one long side, too.
+    if max(1, dims[0]) * max(1, dims[1]) * dtype.itemsize > _MAX_EXPANDED_BYTES:
         raise LimitError(f"tensor {name!r}: shape {dims} is too large to expand")
     if tensor.data_mode == pb.CSC:
         return _from_csc(name, tensor.data, dtype, dims[0], dims[1])
@@ -62,6 +68,8 @@ def _dense(name: str, data: bytes, dtype: np.dtype[np.generic], dims: list[int])
     expected = math.prod(dims) * dtype.itemsize
     if len(data) != expected:
         raise ParamError(f"tensor {name!r}: shape {dims} needs {expected} bytes, data has {len(data)}")
+    if math.prod(max(1, d) for d in dims) * dtype.itemsize >= 1 << 63:
+        raise ParamError(f"tensor {name!r}: shape {dims} is too large for any memory")
     return np.frombuffer(data, dtype).reshape(dims)
 
 
@@ -76,7 +84,8 @@ def _from_csc(
     offsets = np.frombuffer(data, "<i4", columns + 1)
     index = np.frombuffer(data, "<i4", nnz, head)
     values = np.frombuffer(data, dtype, nnz, head + 4 * nnz)
-    counts = np.diff(offsets)
+    wide = offsets.astype(np.int64)  # in 32 bits, a fall of more than 2^31 would look like a rise
+    counts = wide[1:] - wide[:-1]
     if offsets[0] != 0 or offsets[-1] != nnz or (counts < 0).any():
         raise ParamError(f"tensor {name!r}: CSC column offsets must rise from 0 to {nnz}")
     _check_rows(name, index, rows)
@@ -97,8 +106,10 @@ def _from_ell(
     values = np.frombuffer(data, dtype, nnz, 2 * nnz)
     _check_rows(name, index, rows)
     dense = np.zeros((rows, columns), dtype)
+    if not nnz:
+        return dense
     # Padding repeats a row with value zero, so entries of one place are added up.
-    np.add.at(dense, (index, np.repeat(np.arange(columns), nnz // columns if columns else 0)), values)
+    np.add.at(dense, (index, np.repeat(np.arange(columns), nnz // columns)), values)
     return dense
 
 

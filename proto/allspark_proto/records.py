@@ -68,17 +68,34 @@ def decode(data: bytes) -> Record:
         m = msgpack.unpackb(data, strict_map_key=True, max_map_len=4096)
         if m["v"] != VERSION:
             raise MalformedRecord(f"stream record version {m['v']} is not {VERSION}")
-        return Record(
-            int(m["e"]),
-            int(m["p"]),
+        record = Record(
+            m["e"],
+            m["p"],
             tuple(m.get("t", ())),
-            int(m.get("s", 0)),
+            m.get("s", 0),
             m.get("r", ""),
             m.get("x", ""),
             m.get("o", {}),
         )
     except (ValueError, KeyError, TypeError, AttributeError, msgpack.UnpackException) as e:
         raise MalformedRecord(f"not a stream record: {e}") from e
+    if not _is_well_typed(record):
+        raise MalformedRecord("not a stream record: a value of the wrong type or out of range")
+    return record
+
+
+def _is_well_typed(record: Record) -> bool:
+    """Types, and the ranges that the service's messages have: int32 for status and tokens, else int64."""
+    small = (record.status, *record.tokens)
+    large = (record.epoch, record.position)
+    texts = (record.reason, record.message)
+    return (
+        all(type(number) is int and 0 <= number < 1 << 31 for number in small)
+        and all(type(number) is int and 0 <= number < 1 << 63 for number in large)
+        and all(isinstance(text, str) for text in texts)
+        and isinstance(record.tensors, dict)
+        and all(isinstance(k, str) and isinstance(v, bytes) for k, v in record.tensors.items())
+    )
 
 
 def tokens_of(records: Sequence[Record]) -> list[int]:

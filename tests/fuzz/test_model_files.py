@@ -212,6 +212,7 @@ def deep_gguf(depth: int) -> bytes:
 @given(data=damaged_gguf())
 @example(data=gguf_bytes(llama_pairs(), llama_infos(), DATA))
 @example(data=deep_gguf(100_000))
+@example(data=gguf_bytes(llama_pairs("qwen2moe"), [Info("blk.0.ffn_gate_exps.weight", (32,), 0, 0)], DATA))
 @example(data=pairs_with("block_count", 10, 2**62, "gemma2"))
 @example(data=pairs_with("attention.head_count", 4, 0))
 @example(data=pairs_with("context_length", 6, float("inf")))

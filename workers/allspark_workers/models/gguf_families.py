@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
+from allspark_workers.engine.errors import ModelIOError
 from allspark_workers.models.families import FAMILIES, Family
 from allspark_workers.models.gguf_header import TensorInfo
 
@@ -58,7 +59,10 @@ def family_of(architecture: object) -> Family | None:
 def hugging_face_tensors(
     tensors: Mapping[str, TensorInfo], family: Family
 ) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors of known parts of a model under the names of the family's checkpoints."""
+    """The tensors of known parts of a model under the names of the family's checkpoints.
+
+    Raises ModelIOError for experts that are no stack of matrices.
+    """
     names = family.names
     block = dict(_BLOCK)
     block["ffn_norm"] = names.mlp_norm
@@ -80,6 +84,8 @@ def hugging_face_tensors(
 
 
 def _split(tensor: TensorInfo) -> Iterator[TensorInfo]:
+    if len(tensor.shape) != 3:
+        raise ModelIOError(f"tensor {tensor.name} has shape {tensor.shape}, not [experts, rows, columns]")
     count, rows = tensor.shape[0], tensor.data.shape[0] // tensor.shape[0]
     for index in range(count):
         part = tensor.data[index * rows : (index + 1) * rows]
