@@ -52,7 +52,13 @@ def read_entries(vocab: Mapping[str, int], vocab_type: int, size: int) -> Vocabu
 def read_gguf(header: Mapping[str, Any], size: int) -> Vocabulary:
     """The entries of a GGUF header whose text cannot be cut here. Raises GuideError if it has none."""
     tokens = header.get("tokenizer.ggml.tokens", ())
-    kinds = header.get("tokenizer.ggml.token_type", (1,) * len(tokens))
+    kinds = header.get("tokenizer.ggml.token_type")
+    if kinds is None and isinstance(tokens, list | tuple):
+        kinds = (1,) * len(tokens)
+    if not isinstance(tokens, list | tuple) or not isinstance(kinds, list | tuple):
+        raise GuideError("its header has tokens or types that are no lists")
+    if not all(isinstance(entry, str) for entry in tokens):
+        raise GuideError("its header has tokens that are no texts")
     if not tokens or len(kinds) != len(tokens) or len(tokens) > size:
         raise GuideError(f"its header has {len(tokens)} tokens and {len(kinds)} types, the model {size}")
     control = [index for index, kind in enumerate(kinds) if kind in _GGUF_NO_TEXT]
