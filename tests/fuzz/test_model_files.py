@@ -271,6 +271,21 @@ def test_a_damaged_adapter_configuration_is_refused_or_usable(data: bytes, folde
                 assert config.rank_of(module) > 0
 
 
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "layers_pattern", "rank_pattern"])
+def test_a_regular_expression_that_would_match_for_ever_is_named(field: str, folder: Path) -> None:
+    endless = "(.|[a-z.])*[A-Z]"
+    value = {endless: 2} if field == "rank_pattern" else endless
+    more = {"exclude_modules": None} if field != "exclude_modules" else {}
+    if field == "layers_pattern":
+        more["target_modules"] = ["all"]
+    fields = LORA | more | {field: value}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    config = read_lora_config(folder)
+    with bounded_time(), pytest.raises(ModelIOError, match="takes too long"):
+        config.covers("model.layers.11.self_attn.q_proj.model.layers.11.all")
+        config.rank_of("model.layers.11.self_attn.q_proj.model.layers.11.all")
+
+
 INDEX = {"weight_map": {"a": "model.safetensors"}}
 WEIGHTS = save({"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.float16)})
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
+
+import regex
 
 from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
 
@@ -21,6 +22,7 @@ Number = TypeVar("Number", int, float)
 CONFIG_FILE: Final = "adapter_config.json"
 ALL_LINEAR: Final = "all-linear"
 _MAX_BYTES: Final = 1 << 20
+_MATCH_S: Final = 1.0
 _USED: Final = frozenset(
     (
         *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
@@ -82,21 +84,35 @@ class LoraConfig:
             return True
         patterns = [rf"(?:^|.*?\.){name}\.(\d+)\." for name in self.layers_pattern]
         for pattern in patterns or [r".*?\.[^.]*\.(\d+)\."]:
-            found = re.match(pattern, module)
+            found = _match(pattern, module)
             if found is not None:
                 return int(found[1]) in self.layers
         return False
 
 
+def _match(pattern: str, module: str, *, is_full: bool = False) -> Any:
+    """As `re.match` or `re.fullmatch`, whose time is exponential for some patterns.
+
+    Raises ModelIOError after _MATCH_S.
+    """
+    try:
+        match = regex.fullmatch if is_full else regex.match
+        return match(pattern, module, timeout=_MATCH_S)
+    except TimeoutError as error:
+        raise ModelIOError(
+            f"the regular expression {pattern[:200]!r} of {CONFIG_FILE} takes too long; simplify it"
+        ) from error
+
+
 def _matches(wanted: str | tuple[str, ...], module: str) -> bool:
     if isinstance(wanted, str):
-        return re.fullmatch(wanted, module) is not None
+        return _match(wanted, module, is_full=True) is not None
     return any(module == name or module.endswith(f".{name}") for name in wanted)
 
 
 def _look_up(pattern: Mapping[str, Number], module: str, default: Number) -> Number:
     """The value of the first key that matches the end of the module's name, as a regular expression."""
-    keys = (key for key in pattern if re.match(rf"(.*\.)?({key})$", module))
+    keys = (key for key in pattern if _match(rf"(.*\.)?({key})$", module))
     key = next(keys, None)
     return default if key is None else pattern[key]
 
@@ -122,7 +138,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
         TypeError,
         ValueError,
         ArithmeticError,
-        re.error,
+        regex.error,
         RecursionError,
     ) as error:
         raise ModelIOError(f"{path} lacks or misstates a value: {error!r}") from error
@@ -146,8 +162,8 @@ def parse_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
         raise ValueError("target_modules is empty")
     regexes = [*config.rank_pattern, *config.alpha_pattern, *config.layers_pattern]
     regexes += [names for names in (config.targets, config.excluded) if isinstance(names, str)]
-    for regex in regexes:
-        re.compile(regex)
+    for pattern in regexes:
+        regex.compile(pattern)
     return config
 
 
