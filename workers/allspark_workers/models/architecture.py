@@ -84,7 +84,7 @@ class MoeParams:
 def checked_layers(count: int) -> int:
     """`count`, before anything is made for each layer; raises ValueError for what no model has."""
     if not 1 <= count <= MAX_LAYERS:
-        raise ValueError(f"{count} layers; legal are 1 to {MAX_LAYERS}")
+        raise ValueError(f"num_layers must be positive and at most {MAX_LAYERS}, not {count}")
     return count
 
 
