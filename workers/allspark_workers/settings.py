@@ -45,7 +45,7 @@ class WorkerSettings(ProcessSettings):
     """With requests running and no step for this long, the worker gives up and exits."""
     publish_buffer: Count = 65536
     """Tokens held back while Redis does not answer; requests pause when it is full."""
-    publish_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False), Metavar("SECONDS")] = 0.04
+    publish_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False), Metavar("SECONDS")] = 0.06
     """Least time between two appends, in which tokens gather; first tokens and endings never wait."""
     max_grammar_bytes: Size = ByteSize(256 << 10)
     """Longest JSON schema, regular expression or grammar that a request may ask its text to follow."""
