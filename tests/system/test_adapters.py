@@ -82,6 +82,9 @@ async def test_a_killed_workers_requests_go_on_with_their_adapters(
         }
         victim = fleet.workers[0]
         victim.kill()  # within milliseconds of the newest requests
+        uuids = [pb.UUID(uuid=r.uuid) for r in requests.values()]
+        lengths = [(await client.call("GeneratedLength", uuid))[0].len for uuid in uuids]
+        assert min(lengths) < NEW, "something was running when the worker died"
         results = await asyncio.gather(*[r.result() for r in requests.values()])
         answers = dict(zip(requests, results, strict=True))
         for request in requests.values():
