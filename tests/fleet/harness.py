@@ -1,11 +1,13 @@
 """Broker and worker processes for tests that speak ZeroMQ and Redis themselves (no gateway)."""
 
+import asyncio
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +115,17 @@ class MiniFleet:
     async def result(self, uuid: str, tenant: str = "default") -> Batch:
         """Waits until a request has ended, and reads it all."""
         rid = f"{tenant}/{uuid}"
-        async with self.wakeups.watch(rid) as event:
-            while (await self.streams.view(rid)).status in (0, 2):
-                event.clear()
-                if (await self.streams.view(rid)).status not in (0, 2):
-                    break
-                await event.wait()
+        await until_ended(self.wakeups, self.streams, rid)
         return await self.streams.read(rid, 0)
+
+    async def generated(self, uuid: str, tokens: int, tenant: str = "default") -> None:
+        """Waits until a request's stream holds so many tokens."""
+        rid = f"{tenant}/{uuid}"
+
+        async def enough() -> bool:
+            return (await self.streams.view(rid)).num_tokens >= tokens
+
+        await until(self.wakeups, rid, enough)
 
     async def close(self) -> None:
         await self.client.close()
@@ -129,6 +135,28 @@ class MiniFleet:
             if process is not None and process.popen.poll() is None:
                 process.signal(signal.SIGCONT)
                 process.kill()
+
+
+async def until(wakeups: Wakeups, rid: str, holds: Callable[[], Awaitable[bool]]) -> None:
+    """Waits for something that is looked at again whenever a stream may have changed.
+
+    The event is cleared before the look: a change during the look must wake the wait that follows it.
+    """
+    async with wakeups.watch(rid) as event:
+        while True:
+            event.clear()
+            if await holds():
+                return
+            await asyncio.wait_for(event.wait(), 20)
+
+
+async def until_ended(wakeups: Wakeups, streams: Streams, rid: str) -> None:
+    """Waits for a request's terminal record."""
+
+    async def ended() -> bool:
+        return (await streams.view(rid)).status not in (pb.Init, pb.Generating)
+
+    await until(wakeups, rid, ended)
 
 
 def request(

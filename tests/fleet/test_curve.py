@@ -25,7 +25,7 @@ from allspark_bus.wakeups import Wakeups
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
-from .harness import BROKER, SCRIPTED, Process, request
+from .harness import BROKER, SCRIPTED, Process, request, until_ended
 
 SILENCE_S = 1.2  # longer than a broker takes to answer anything here
 
@@ -70,10 +70,7 @@ class CurveFleet:
         assert (await self.call("gateway", start_model=pb.ModelName(model_name="m"))).as_status == 0
 
     async def tokens(self, tenant: str, uuid: str) -> list[int]:
-        async with self.wakeups.watch(f"{tenant}/{uuid}") as event:
-            while (await self.streams.view(f"{tenant}/{uuid}")).status in (0, 2):
-                event.clear()
-                await asyncio.wait_for(event.wait(), 20)
+        await until_ended(self.wakeups, self.streams, f"{tenant}/{uuid}")
         return list((await self.streams.read(f"{tenant}/{uuid}", 0)).tokens)
 
     async def close(self) -> None:

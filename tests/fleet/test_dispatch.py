@@ -10,7 +10,7 @@ from allspark_bus import keys
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
-from tests.fleet.harness import MiniFleet, request
+from tests.fleet.harness import MiniFleet, request, until
 from tests.fleet.scripted_engine import expected_tokens
 
 
@@ -38,10 +38,7 @@ async def test_a_killed_workers_requests_continue_elsewhere(fleet_: MiniFleet) -
     prompts = {f"u{i}": [i + 1, 2, 3] for i in range(6)}
     for uuid, prompt in prompts.items():
         assert (await fleet_.submit(uuid, prompt, 60)).as_status == 0
-    async with fleet_.wakeups.watch("default/u0") as event:
-        while (await fleet_.streams.view("default/u0")).num_tokens < 5:
-            event.clear()
-            await event.wait()
+    await fleet_.generated("u0", 5)
     fleet_.workers[0].kill()
     fleet_.start_worker()
     for uuid, prompt in prompts.items():
@@ -55,16 +52,14 @@ async def test_a_zombie_that_wakes_up_appends_nothing(fleet_: MiniFleet) -> None
     zombie = fleet_.start_worker()
     await fleet_.build_and_start()
     await fleet_.submit("u", [9, 9], 60)
-    async with fleet_.wakeups.watch("default/u") as event:
-        while (await fleet_.streams.view("default/u")).num_tokens < 5:
-            event.clear()
-            await event.wait()
+    await fleet_.generated("u", 5)
     zombie.signal(signal.SIGSTOP)
     fleet_.start_worker()
-    async with fleet_.wakeups.watch("default/u") as event:
-        while (await fleet_.ledger.load("default/u")).epoch < 3:  # claimed, then dispatched again
-            event.clear()
-            await asyncio.wait_for(event.wait(), 20)
+
+    async def dispatched_again() -> bool:
+        return (await fleet_.ledger.load("default/u")).epoch >= 3  # claimed, then dispatched
+
+    await until(fleet_.wakeups, "default/u", dispatched_again)
     zombie.signal(signal.SIGCONT)
     batch = await asyncio.wait_for(fleet_.result("u"), 20)
     assert list(batch.tokens) == expected_tokens([9, 9], 60)

@@ -68,10 +68,7 @@ async def test_a_store_that_restarts_loses_and_doubles_nothing(
     prompts = {f"u{i}": [i + 1, 5] for i in range(6)}
     for uuid, prompt in prompts.items():
         assert (await fleet_.submit(uuid, prompt, 300)).as_status == 0
-    async with fleet_.wakeups.watch("default/u0") as event:
-        while (await fleet_.streams.view("default/u0")).num_tokens < 20:
-            event.clear()
-            await event.wait()
+    await fleet_.generated("u0", 20)
     valkey.kill()
     stat = (await fleet_.call(get_engine_stat=pb.ModelName(model_name="m"))).engine_stat
     generated = 0
