@@ -17,6 +17,7 @@ from allspark.certs import write_set
 from allspark.certs.authority import Authority
 from allspark.launcher import Fleet, FleetOptions
 from allspark.launcher.commands import broker_command, environment
+from allspark.launcher.ports import free_port
 from allspark_broker.settings import BrokerSettings
 from allspark_bus import acl, keys, redis_url
 from allspark_bus.catalogue import Catalogue, ModelRecord, ModelState
@@ -43,15 +44,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def port(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The real Valkey with the ACL file of the set, and one user more to look at it."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        number = int(s.getsockname()[1])
+    number = free_port()
     file = tmp_path_factory.mktemp("acl") / "users.acl"
     file.write_text((made / "store.acl").read_text() + "user root reset on >root allkeys allchannels +@all\n")
     command = [str(valkey_binary.get_binary_path()), "--port", str(number), "--bind", "127.0.0.1"]
     command += ["--save", "", "--aclfile", str(file), "--dir", str(file.parent)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", number), 0.2):
             break

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from allspark.launcher.ports import free_port
 from allspark_bus.broker_client import BrokerClient
 from allspark_bus.ledger import Ledger
 from allspark_bus.store import Store
@@ -70,7 +71,7 @@ class MiniFleet:
         self.broker_flags = broker_flags
         self.broker: Process | None = None
         self.workers: list[Process] = []
-        self.frontend = self.backend = "tcp://127.0.0.1:0"
+        self.frontend, self.backend = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
         self.start_broker()
         self.store = Store(redis)
         self.ledger = Ledger(self.store)

@@ -83,9 +83,9 @@ async def test_release_withdraws_a_build_in_progress(fleet_: MiniFleet) -> None:
     assert (await build(fleet_, "m.json")).as_status == DENIED, "another configuration has to wait"
     assert (await act(fleet_, "start")).as_status == INVALID
     assert (await act(fleet_, "release")).as_status == OK
-    reply = await asyncio.wait_for(building, 5)
+    reply = await asyncio.wait_for(building, 20)
     assert (reply.as_status, "released" in reply.reason) == (DENIED, True)
-    assert (await asyncio.wait_for(build(fleet_, "m.json"), 10)).as_status == OK
+    assert (await asyncio.wait_for(build(fleet_, "m.json"), 20)).as_status == OK
 
 
 async def test_a_slow_load_holds_up_no_other_model(fleet_: MiniFleet) -> None:
@@ -156,7 +156,7 @@ async def test_stop_ends_what_outlives_the_drain_limit(valkey, tmp_path: Path) -
         await f.build_and_start()
         for uuid in ("runs", "waits"):
             await f.submit(uuid, [4], 400)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert (await act(f, "stop")).as_status == RUNTIME
         for uuid in ("runs", "waits"):
             batch = await f.result(uuid)
@@ -166,7 +166,7 @@ async def test_stop_ends_what_outlives_the_drain_limit(valkey, tmp_path: Path) -
         assert (await act(f, "start")).as_status == OK
         await until(f, lambda s: s.inflight_requests == 0)
         assert (await f.submit("u", [4], 3)).as_status == OK
-        assert (await asyncio.wait_for(f.result("u"), 10)).reason == "length"
+        assert (await asyncio.wait_for(f.result("u"), 20)).reason == "length"
     finally:
         await f.close()
 

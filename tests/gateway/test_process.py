@@ -114,7 +114,7 @@ async def test_a_call_in_progress_is_finished_after_sigterm(
     gateway.process.send_signal(signal.SIGTERM)
     with pytest.raises(grpc.aio.AioRpcError):
         while True:  # until it takes no new calls
-            await gateways.client_at(gateway.addresses[0]).call("GetRankId", pb.Empty(), timeout_s=5)
+            await gateways.client_at(gateway.addresses[0]).call("GetRankId", pb.Empty(), timeout_s=20)
     del broker.scripts["build_model"]  # the resend is answered
     assert (await building)[0].as_status == 0
     assert await gateway.wait() == 0

@@ -191,7 +191,7 @@ async def test_a_plain_caller_gets_nothing_from_a_tls_port(
         assert code is grpc.StatusCode.UNAVAILABLE
     host, _, port = bound.rpartition(":")
     with socket.create_connection((host, int(port)), 5) as raw:
-        raw.settimeout(5)
+        raw.settimeout(20)
         raw.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
         received = await asyncio.to_thread(_drain, raw)
     assert len(received) <= 7, "at most a TLS alert"

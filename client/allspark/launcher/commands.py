@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from allspark_bus import redis_url
+from allspark_bus.setting_types import split_host_port
+
+from allspark.launcher.ports import free_port
 
 if TYPE_CHECKING:
     from allspark.launcher.fleet import Fleet
@@ -21,8 +24,7 @@ def broker_command(fleet: "Fleet", index: int, ready_fd: int) -> Sequence[str]:
     return [
         *ALLSPARK,
         "broker",
-        f"--frontend={bound.get('frontend', 'tcp://127.0.0.1:0')}",
-        f"--backend={bound.get('backend', 'tcp://127.0.0.1:0')}",
+        *(f"--{door}={bound.get(door) or _any_port()}" for door in ("frontend", "backend")),
         *(f"--model-root={root}" for root in fleet.options.model_roots),
         *_common(fleet, "broker", ready_fd),
         *fleet.options.broker_args,
@@ -31,7 +33,9 @@ def broker_command(fleet: "Fleet", index: int, ready_fd: int) -> Sequence[str]:
 
 def gateway_command(fleet: "Fleet", index: int, ready_fd: int) -> Sequence[str]:
     """``allspark gateway`` on its addresses."""
-    addresses = fleet.gateways[index].ready.get("grpc") or fleet.options.gateway_addresses()[index]
+    addresses = fleet.gateways[index].ready.get("grpc") or [
+        _with_port(address) for address in fleet.options.gateway_addresses()[index]
+    ]
     return [
         *ALLSPARK,
         "gateway",
@@ -54,6 +58,19 @@ def worker_command(fleet: "Fleet", index: int, ready_fd: int) -> Sequence[str]:
         *_common(fleet, "worker", ready_fd),
         *fleet.options.worker_args,
     ]
+
+
+def _any_port() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def _with_port(address: str) -> str:
+    """The address with a port that a restart can have again, where any would do."""
+    if address.startswith("unix:"):
+        return address
+    host, port = split_host_port(address)
+    shown = f"[{host}]" if ":" in host else host
+    return address if port else f"{shown}:{free_port(host)}"
 
 
 def _common(fleet: "Fleet", kind: str, ready_fd: int) -> Sequence[str]:
