@@ -198,7 +198,7 @@ class Worker:
             await asyncio.gather(*running, drain, *self._tasks, return_exceptions=True)
             self._links.close()
             await self._guides.close()
-            self._texts.close()
+            await self._texts.close()
             await self._store.close()
 
     async def _leave(self) -> None:

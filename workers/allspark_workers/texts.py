@@ -16,6 +16,7 @@ from allspark_proto import fleet_pb2 as fleet
 
 from allspark_workers.engine.types import ModelFacts
 from allspark_workers.text import TextError, TextStream, Tokenizer, find_tokenizer
+from allspark_workers.text.chats import Chats
 
 MAX_TOKENIZERS: Final = 8
 NUM_THREADS: Final = 2
@@ -53,13 +54,20 @@ class Texts:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, "text")
+        self._chats = Chats()
         self._tokenizers: OrderedDict[tuple[str, tuple[str, ...]], asyncio.Future[Tokenizer]] = OrderedDict()
 
     async def tokenize(self, call: fleet.Tokenize, facts: ModelFacts) -> fleet.Tokens:
-        """Raises ParamError: no tokenizer, no chat template, messages that are none."""
+        """Raises ParamError: no tokenizer, no chat template or one that takes too much, no messages."""
         tokenizer = await self._tokenizer(facts)
         try:
-            ids = await self._run(_encode, tokenizer, call)
+            if call.WhichOneof("prompt") == "messages":
+                messages = await self._run(read_messages, call.messages)
+                max_chars = facts.max_length * text_inputs.MAX_BYTES_PER_TOKEN
+                text = await self._chats.render(tokenizer, messages, max_chars)
+                ids = await self._run(tokenizer.encode_piece, text)
+            else:
+                ids = await self._run(tokenizer.encode, call.text)
         except TextError as e:
             raise ParamError(f"model {call.model_name!r}: {e}") from e
         eos_ids = tokenizer.eos_ids or facts.eos_token_ids
@@ -76,8 +84,9 @@ class Texts:
             await self._run(pieces.go_to, generated)
         return pieces
 
-    def close(self) -> None:
-        """Ends the threads."""
+    async def close(self) -> None:
+        """Ends threads and children."""
+        await self._chats.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _tokenizer(self, facts: ModelFacts) -> Tokenizer:
@@ -106,12 +115,6 @@ class Texts:
         return await asyncio.get_running_loop().run_in_executor(
             self._pool, functools.partial(function, *args)
         )
-
-
-def _encode(tokenizer: Tokenizer, call: fleet.Tokenize) -> list[int]:
-    if call.WhichOneof("prompt") == "messages":
-        return tokenizer.encode_chat(read_messages(call.messages))
-    return tokenizer.encode(call.text)
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:

@@ -1,17 +1,22 @@
 """Chat templates: a conversation to the text that the model was trained on.
 
 A template comes with the model and is code from somewhere else, so it runs in jinja2's immutable sandbox.
+That bounds neither time nor memory: workers render in a child process (``chats``).
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from functools import lru_cache
+from typing import Any, Final, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from allspark_workers.text.errors import TextError
+
+MAX_TEMPLATES: Final = 8
+_MAX_REASON_CHARS: Final = 500
 
 
 def render_chat(
@@ -22,17 +27,24 @@ def render_chat(
     ``messages`` are mappings with ``role`` and ``content``; ``special_tokens`` provides names such as
     ``bos_token``. Raises ``TextError`` when the template refuses the conversation or cannot be run.
     """
+    try:
+        return _compiled(template).render(
+            messages=list(messages), add_generation_prompt=True, **special_tokens
+        )
+    except Exception as error:  # of whatever the template does, also MemoryError and RecursionError
+        reason = (str(error) or repr(error))[:_MAX_REASON_CHARS]
+        raise TextError(f"the model's chat template cannot be applied: {reason}") from error
+
+
+@lru_cache(MAX_TEMPLATES)
+def _compiled(template: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
-    try:
-        compiled = environment.from_string(template)
-        return compiled.render(messages=list(messages), add_generation_prompt=True, **special_tokens)
-    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
-        raise TextError(f"the model's chat template cannot be applied: {error}") from error
+    return environment.from_string(template)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

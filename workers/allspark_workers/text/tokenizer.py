@@ -37,23 +37,40 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids)
         self._prefix_ids = list(prefix_ids)
         self._chat_template = chat_template
-        self._special_tokens = dict(special_tokens or {})
+        self.special_tokens = dict(special_tokens or {})
         self._byte_ids = _byte_ids(raw)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a plain prompt, with the beginning-of-text token if the model wants one."""
-        return self._prefix_ids + list(self._raw.encode(text, add_special_tokens=True).ids)
+        """The ids of a plain prompt, with the beginning-of-text token if the model wants one.
+
+        Raises ``TextError`` for text with half of a surrogate pair.
+        """
+        return self._prefix_ids + self._encode(text, add_special_tokens=True)
 
     def encode_piece(self, text: str) -> list[int]:
-        """The ids of a piece of text that is no prompt: nothing is added."""
-        return list(self._raw.encode(text, add_special_tokens=False).ids)
+        """The ids of a piece of text that is no prompt, or a rendered one: nothing is added."""
+        return self._encode(text, add_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The ids of a conversation up to the assistant's turn; raises ``TextError`` without a template."""
+        """The ids of a conversation up to the assistant's turn; raises ``TextError`` without a template.
+
+        The template runs here and may take as long as it likes: for one's own models (see ``chats``).
+        """
+        return self.encode_piece(render_chat(self.chat_template, messages, self.special_tokens))
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the model's chat template; raises ``TextError`` without one."""
         if self._chat_template is None:
             raise TextError("this model has no chat template; send the prompt as it is, without --chat")
-        text = render_chat(self._chat_template, messages, self._special_tokens)
-        return list(self._raw.encode(text, add_special_tokens=False).ids)
+        return self._chat_template
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TextError(f"character {error.start} of the text is half of a surrogate pair") from error
+        return list(self._raw.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens left out."""
