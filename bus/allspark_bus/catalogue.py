@@ -8,8 +8,9 @@ from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
 from allspark_bus import keys
+from allspark_bus.node import Arg
 from allspark_bus.scripts import Script
-from allspark_bus.store import Arg, Store
+from allspark_bus.store import Store
 
 PUT = Script.load("put_model")
 
@@ -110,7 +111,7 @@ class Catalogue:
         # Named before, so that a record is never without; and after, in case somebody is just removing it.
         name = ("SADD", keys.MODELS, record.name)
         put = PUT.command([keys.model(record.name)], [record.generation, *record._fields()])
-        _, (done, generation), _ = await self._store.batch([name, put, name])
+        _, (done, generation), _ = await self._store.in_order([name], [put], [name])
         return replace(record, generation=int(generation)) if done else None
 
     async def remove(self, record: ModelRecord) -> bool:

@@ -13,8 +13,9 @@ from typing import Any
 from allspark_proto import records
 
 from allspark_bus import keys
+from allspark_bus.node import Arg
 from allspark_bus.scripts import Script
-from allspark_bus.store import Arg, Store
+from allspark_bus.store import Store
 
 ADMIT = Script.load("admit")
 ADVANCE = Script.load("advance")
@@ -116,10 +117,12 @@ class Ledger:
         """
         tenant, _ = keys.split_request_id(entry.request_id)
         rid = entry.request_id
-        *_, reply = await self._store.batch(
+        *_, reply = await self._store.in_order(
             [
                 ("SADD", keys.tenant_requests(tenant), rid),
                 ("ZADD", keys.open_requests(entry.model), "NX", entry.created_ms, rid),
+            ],
+            [
                 ADMIT.command(
                     _keys(rid),
                     [
@@ -135,8 +138,8 @@ class Ledger:
                         self._ttl.tombstone_ms,
                         sent_ms,
                     ],
-                ),
-            ]
+                )
+            ],
         )
         admission = Admission(_text(reply[0]), int(reply[1]), _text(reply[2]))
         if admission.outcome != "new":
@@ -270,16 +273,7 @@ class Ledger:
 
     async def sweep_tenants(self) -> int:
         """Drops index entries whose ledger record expired; returns how many."""
-        gone = 0
-        cursor = b"0"
-        while True:
-            cursor, found = await self._store.command(
-                "SCAN", cursor, "MATCH", keys.tenant_requests("*"), "COUNT", 1000
-            )
-            for key in found:
-                gone += await self._sweep(key.decode())
-            if cursor == b"0":
-                return gone
+        return sum([await self._sweep(key) async for key in self._store.scan(keys.tenant_requests("*"))])
 
     async def _sweep(self, index: str) -> int:
         rids = [_text(r) for r in await self._store.command("SMEMBERS", index)]

@@ -17,7 +17,8 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError, RedisError
 
 from allspark_bus import keys
-from allspark_bus.store import RETRY_FIRST_S, RETRY_MAX_S, Store, pack
+from allspark_bus.node import RETRY_FIRST_S, RETRY_MAX_S, pack
+from allspark_bus.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -97,7 +97,7 @@ class Readiness:
 
     async def _ask_store(self) -> str:
         try:
-            await asyncio.wait_for(self._store.command("PING"), PATIENCE_S)
+            await asyncio.wait_for(self._store.ping(), PATIENCE_S)
         except (FleetError, RedisError, TimeoutError) as e:
             return f"Redis does not answer ({e or 'no reply in time'})"
         return ""

@@ -75,7 +75,7 @@ async def opened(where: str) -> AsyncIterator[Store]:
 def test_the_acl_has_every_command_that_the_sources_use() -> None:
     scripts = "".join(path.read_text() for path in SOURCES.glob("lua/*.lua"))
     used = set(re.findall(r"redis\.p?call\(\s*[\"'](\w+)", scripts))
-    for name in ("store", "scripts", "ledger", "streams", "catalogue", "wakeups"):
+    for name in ("node", "store", "scripts", "ledger", "streams", "catalogue", "wakeups"):
         used |= set(re.findall(r'\(\s*"([A-Z]{3,})"', (SOURCES / f"{name}.py").read_text()))
     assert {"XADD", "SUBSCRIBE", "SCAN", "ZCARD", "SADD"} <= used
     allowed = {command.partition("|")[0].upper() for command in acl.COMMANDS}

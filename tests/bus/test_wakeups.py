@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 from allspark_bus.ledger import Append, Ending, Entry, Ledger, Ttl, now_ms
-from allspark_bus.store import Store, pack
+from allspark_bus.node import pack
+from allspark_bus.store import Store
 from allspark_bus.wakeups import Wakeups
 
 RID = "default/w-1"

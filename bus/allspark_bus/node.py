@@ -1,0 +1,297 @@
+"""One multiplexed connection to one Redis server: concurrent calls of a process share pipelined round trips.
+
+Everything sent here must be idempotent, because a batch whose reply was lost is sent again after a reconnect.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import hiredis
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    ConnectionError,
+    MasterDownError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    TimeoutError,
+    TryAgainError,
+)
+
+from allspark_bus.errors import StoreUnavailable
+from allspark_bus.scripts import Script
+
+log = logging.getLogger(__name__)
+
+Arg = str | bytes | int | float
+Command = tuple[Arg, ...]
+Call = tuple[Command, asyncio.Future[Any], float]  # the last is when it was made, of the monotonic clock
+
+MAX_BATCH = 512
+CONNECT_TIMEOUT_S = 5.0
+REPLY_TIMEOUT_S = 10.0
+REPORT_S = 10.0  # a refused login is logged this often
+RETRY_FIRST_S, RETRY_MAX_S = 0.02, 1.0
+PARKED_MAX_S = 0.25
+#: The server is away, or is not (or no longer) the one to write to: connecting again may find another.
+LOST = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
+#: Errors that pass by themselves; they concern one call, not the connection.
+_PASSING = (TryAgainError, ClusterDownError, MasterDownError)
+
+
+class Routing(Protocol):
+    """What stands above the nodes of a cluster."""
+
+    def route(self, call: Call) -> None:
+        """Sends a call to the node that serves its key."""
+
+    def redirect(self, call: Call, error: AskError) -> None:
+        """Sends a call on that a node refused because another serves its key (MOVED, ASK)."""
+
+    def suspect(self) -> None:
+        """Something is wrong with the map of the cluster."""
+
+    async def settle(self) -> None:
+        """Returns after the map was read again, or after a bounded wait."""
+
+    def is_served_by(self, call: Call, node: "Node") -> bool:
+        """Whether, as far as the map tells, the node serves the call's key."""
+
+
+class Node:
+    """A pipelining client of one server.
+
+    `new_connection` makes a connection that is not connected yet. `patience_s`: how long a call outlives an
+    unreachable server before it raises StoreUnavailable (None: for ever). `max_pending`: calls that may wait
+    at once; one more raises StoreUnavailable.
+    """
+
+    def __init__(
+        self,
+        new_connection: Callable[[], AbstractConnection],
+        *,
+        patience_s: float | None,
+        max_pending: int,
+        routing: Routing | None = None,
+    ) -> None:
+        self.new_connection = new_connection
+        self._patience_s = patience_s
+        self._max_pending = max_pending
+        self._routing = routing
+        self._pending: list[Call] = []
+        self._sent: list[Call] = []
+        self._parked: list[Call] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._wake = asyncio.Event()
+        self._connection: AbstractConnection | None = None
+        self._loaded: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+        self._reported_s = float("-inf")
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
+    def enqueue(self, command: Command) -> asyncio.Future[Any]:
+        """The reply to come. Raises StoreUnavailable if this is closed or too many calls wait."""
+        if self._closed:
+            raise StoreUnavailable("the Redis client of this process is closed")
+        if len(self._pending) + len(self._parked) >= self._max_pending:
+            raise StoreUnavailable(f"{self._max_pending} Redis calls are waiting already: Redis is too slow")
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending.append((command, future, time.monotonic()))
+        self._wake.set()
+        return future
+
+    def put(self, *calls: Call) -> None:
+        """Takes calls that were admitted before; they follow each other on the connection."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+        self._pending += calls
+        self._wake.set()
+
+    async def _run(self) -> None:
+        while not self._closed:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._pending:
+                self._sent, self._pending = self._pending[:MAX_BATCH], self._pending[MAX_BATCH:]
+                await self._send_until_answered()
+
+    async def _send_until_answered(self) -> None:
+        delay = RETRY_FIRST_S
+        while self._sent:
+            try:
+                await self._round_trip(self._sent)
+                self._sent = []
+                return
+            except LOST as e:
+                self._report_refusal(e)
+                await self._disconnect()
+                self._give_up_on_old(e)
+                await self._hand_over()
+            except Exception as e:
+                await self._disconnect()
+                log.exception("unexpected failure of a Redis round trip")
+                self._fail_all(self._sent, StoreUnavailable(f"Redis round trip failed: {e!r}"))
+                self._sent = []
+                return
+            await asyncio.sleep(delay)  # back-off between attempts to reconnect
+            delay = min(delay * 2, RETRY_MAX_S)
+
+    def _report_refusal(self, error: BaseException) -> None:
+        """Told, and tried again: a changed password may be on its way."""
+        now_s = time.monotonic()
+        if isinstance(error, AuthenticationError) and now_s - self._reported_s >= REPORT_S:
+            self._reported_s = now_s
+            log.error("Redis refuses the login: %s", error)
+
+    def _give_up_on_old(self, error: BaseException) -> None:
+        self._sent = [call for call in self._sent if not call[1].done() and not self._gave_up(call, error)]
+
+    def _gave_up(self, call: Call, error: BaseException) -> bool:
+        if self._patience_s is None or time.monotonic() - call[2] <= self._patience_s:
+            return False
+        fail(call, StoreUnavailable(f"Redis is unreachable ({error}); nothing was lost, try again"))
+        return True
+
+    async def _hand_over(self) -> None:
+        """Gives calls to the nodes that serve them by now."""
+        if self._routing is None:
+            return
+        await self._routing.settle()
+        waiting, self._sent, self._pending = [*self._sent, *self._pending], [], []
+        for call in waiting:
+            if self._routing.is_served_by(call, self):
+                self._pending.append(call)
+            else:
+                self._routing.route(call)
+        self._sent, self._pending = self._pending[:MAX_BATCH], self._pending[MAX_BATCH:]
+
+    async def _round_trip(self, batch: list[Call]) -> None:
+        connection = await self._connect()
+        await self._load_scripts(connection, [c for c, _, _ in batch])
+        replies = await exchange(connection, [c for c, _, _ in batch])
+        if missing := [i for i, r in enumerate(replies) if isinstance(r, NoScriptError)]:
+            self._loaded.clear()
+            retry = [batch[i] for i in missing]
+            await self._load_scripts(connection, [c for c, _, _ in retry])
+            for i, reply in zip(missing, await exchange(connection, [c for c, _, _ in retry]), strict=True):
+                replies[i] = reply
+        if elsewhere := next((r for r in replies if isinstance(r, BusyLoadingError | ReadOnlyError)), None):
+            raise elsewhere
+        for call, reply in zip(batch, replies, strict=True):
+            if isinstance(reply, Exception):
+                self._refused(call, reply)
+            elif not call[1].done():
+                call[1].set_result(reply)
+
+    def _refused(self, call: Call, error: Exception) -> None:
+        if self._routing is not None and isinstance(error, AskError):  # MovedError is one
+            self._routing.redirect(call, error)
+        elif isinstance(error, _PASSING) or str(error).startswith("NOREPLICAS "):
+            self.park(call, error)
+        else:
+            fail(call, error)
+
+    def park(self, call: Call, error: Exception) -> None:
+        """Sends a call again a little later."""
+        if call[1].done() or self._gave_up(call, error):
+            return
+        self._parked.append(call)
+        if self._routing is not None:
+            self._routing.suspect()
+        if self._timer is None:
+            age_s = time.monotonic() - call[2]
+            delay_s = min(max(age_s, RETRY_FIRST_S), PARKED_MAX_S)  # doubles with every attempt
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._unpark)
+
+    def _unpark(self) -> None:
+        self._timer = None
+        calls, self._parked = self._parked, []
+        for call in calls:
+            (self._routing.route if self._routing is not None else self.put)(call)
+
+    async def _connect(self) -> AbstractConnection:
+        if self._connection is None:
+            connection = self.new_connection()
+            async with asyncio.timeout(CONNECT_TIMEOUT_S + REPLY_TIMEOUT_S):
+                await connection.connect()  # type: ignore[no-untyped-call]
+            self._connection = connection
+            self._loaded.clear()
+        return self._connection
+
+    async def _load_scripts(self, connection: AbstractConnection, commands: Sequence[Command]) -> None:
+        wanted = {c[1] for c in commands if c[0] == "EVALSHA"} - self._loaded
+        if wanted:
+            await exchange(connection, [("SCRIPT", "LOAD", Script.source(str(sha))) for sha in wanted])
+            self._loaded |= {str(sha) for sha in wanted}
+
+    async def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(RedisError, OSError):
+                await connection.disconnect(nowait=True)
+
+    def take_waiting(self) -> list[Call]:
+        """Takes back every call that was not sent yet."""
+        calls, self._pending, self._parked = [*self._pending, *self._parked], [], []
+        return calls
+
+    async def close(self) -> None:
+        """Ends the connection; calls still waiting raise StoreUnavailable."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        closed = StoreUnavailable("the Redis client of this process is closed")
+        self._fail_all([*self._sent, *self.take_waiting()], closed)
+        await self._disconnect()
+
+    def _fail_all(self, calls: Sequence[Call], error: Exception) -> None:
+        for call in calls:
+            fail(call, error)
+
+
+def fail(call: Call, error: BaseException) -> None:
+    """Ends a call that nobody gave up on yet."""
+    if not call[1].done():
+        call[1].set_exception(error)
+
+
+def pack(commands: Sequence[Command]) -> bytes:
+    """Commands as Redis reads them."""
+    # The stub of hiredis takes a tuple of exactly one argument.
+    return b"".join([hiredis.pack_command(c) for c in commands])  # type: ignore[arg-type]
+
+
+async def exchange(connection: AbstractConnection, commands: Sequence[Command]) -> list[Any]:
+    """One round trip; an error reply is its RedisError.
+
+    One time-out for all of it: one for each reply costs more than the reply.
+    """
+    replies: list[Any] = []
+    async with asyncio.timeout(REPLY_TIMEOUT_S):
+        await connection.send_packed_command(pack(commands), check_health=False)
+        for _ in commands:
+            try:
+                replies.append(await connection.read_response(disable_decoding=True))
+            except (ConnectionError, TimeoutError):
+                raise
+            except RedisError as e:
+                replies.append(e)
+    return replies
