@@ -26,10 +26,10 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from allspark_bus.secret_files import warn_if_exposed
 from allspark_bus.settings import ConfigError
+from allspark_bus.watched import Stamp, Watched, stamp
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 1.0  # an added or removed key counts after this time at the latest
 KEY_CHARACTERS = 40  # of a key in Z85 (RFC 32)
 
 
@@ -102,35 +102,17 @@ class AllowList:
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
-        self._clock = clock
-        self._looked_s = clock()
-        self._stamp = self._stamp_now()
-        self._peers = self._read()
+        self._peers = Watched(f"the keys in {directory}", self._stamps, self._read, CurveError, clock)
 
     def peer(self, key: bytes) -> Peer | None:
         """Whose public key (Z85) this is; None for a stranger or a key that was removed."""
-        self._look_again()
-        return self._peers.get(key)
-
-    def _look_again(self) -> None:
-        now_s = self._clock()
-        if now_s - self._looked_s < LOOK_AGAIN_S:
-            return
-        self._looked_s = now_s
-        try:
-            stamp = self._stamp_now()
-            if stamp != self._stamp:
-                self._peers, self._stamp = self._read(), stamp
-                log.info("read %d public keys from %s", len(self._peers), self._directory)
-        except (CurveError, OSError) as e:
-            log.error("the admitted keys stay as they were: %s", e)
+        return self._peers.now().get(key)
 
     def _files(self) -> list[tuple[Role, Path]]:
         return [(role, path) for role in Role for path in sorted((self._directory / role).glob("*.key"))]
 
-    def _stamp_now(self) -> list[tuple[str, int, int]]:
-        found = [(str(path), path.stat()) for _, path in self._files()]
-        return [(path, state.st_mtime_ns, state.st_ino) for path, state in found]
+    def _stamps(self) -> list[Stamp]:
+        return [stamp(path) for _, path in self._files()]
 
     def _read(self) -> Mapping[bytes, Peer]:
         peers: dict[bytes, Peer] = {}

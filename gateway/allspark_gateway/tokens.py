@@ -16,7 +16,6 @@ A token is `NAME.SECRET`. The name finds its entry; the secret is 256 random bit
 
 import hmac
 import logging
-import os
 import time
 import tomllib
 from collections.abc import Callable
@@ -25,11 +24,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Literal
 
+from allspark_bus.watched import Watched, stamp
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 1.0  # a changed file counts after this time at the latest
 MAX_TOKEN_CHARACTERS = 512
 #: Owner of models that belong to nobody's tenant; no token may pose as it.
 RESERVED_TENANTS = frozenset({"operator"})
@@ -104,15 +103,13 @@ class Tokens:
     ) -> None:
         self._path = path
         self._now = now
-        self._clock = clock
-        self._stamp: tuple[int, int, int] | None = None
-        self._by_name: dict[str, Token] = {}
-        self._looked_s = clock()
-        self._read()
+        self._by_name = Watched(
+            f"the tokens in {path}", lambda: [stamp(path)], self._read, TokenFileError, clock
+        )
 
     def authenticate(self, authorization: str | None) -> Token:
         """The entry of an `authorization` value, `Bearer NAME.SECRET`; raises Unauthenticated."""
-        self._look_again()
+        by_name = self._by_name.now()
         scheme, _, text = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not text:
             raise Unauthenticated(
@@ -120,7 +117,7 @@ class Tokens:
             )
         if len(text) > MAX_TOKEN_CHARACTERS:
             raise Unauthenticated(f"a token has at most {MAX_TOKEN_CHARACTERS} characters")
-        token = self._by_name.get(text.partition(".")[0])
+        token = by_name.get(text.partition(".")[0])
         # An unknown name costs the same comparison as a wrong secret.
         expected = token.sha256 if token else "0" * 64
         is_equal = hmac.compare_digest(hash_of(text), expected)
@@ -130,33 +127,12 @@ class Tokens:
             raise Unauthenticated(f"the token expired at {token.expires.isoformat()}: ask for a new one")
         return token
 
-    def _look_again(self) -> None:
-        now_s = self._clock()
-        if now_s - self._looked_s < LOOK_AGAIN_S:
-            return
-        self._looked_s = now_s
+    def _read(self) -> dict[str, Token]:
         try:
-            if _stamp(self._path) == self._stamp:
-                return
-            self._read()
-        except (OSError, TokenFileError) as e:
-            log.error("the tokens stay as they were: %s", e)
-        else:
-            log.info("read %d tokens from %s", len(self._by_name), self._path)
-
-    def _read(self) -> None:
-        try:
-            stamp = _stamp(self._path)
             text = self._path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
             raise TokenFileError(f"cannot read the token file {self._path}: {e}") from e
-        self._stamp = stamp
         try:
-            self._by_name = parse(text)
+            return parse(text)
         except TokenFileError as e:
             raise TokenFileError(f"token file {self._path}: {e}") from e
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    found = os.stat(path)  # noqa: PTH116 (the same, without a Path method call for each gRPC call)
-    return found.st_mtime_ns, found.st_size, found.st_ino

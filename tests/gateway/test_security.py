@@ -16,6 +16,7 @@ from allspark.certs.authority import Authority
 from allspark.cli.settings import StatusSettings
 from allspark.cli.status import collect
 from allspark.client import Access, AccessDenied, AsyncClient, FleetUnavailable
+from allspark_bus import watched
 from allspark_gateway import guard, tokens
 from allspark_gateway.guard import SCOPES
 from allspark_gateway.main import Gateway
@@ -269,7 +270,7 @@ async def until_ready(gateway: Gateway, how: Access) -> None:
 async def test_a_revoked_and_an_added_token_count_without_a_restart(
     gateways: Gateways, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(watched, "LOOK_AGAIN_S", 0.0)
     one, two = ("one", "a", '"infer"', ""), ("two", "a", '"infer"', "")
     file = write_tokens(tmp_path / "tokens.toml", one)
     gateway = await gateways.open(tokens=file)
