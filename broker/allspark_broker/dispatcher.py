@@ -1,13 +1,17 @@
 """Moves requests to workers and back: assignment, acknowledgement, claims, recovery (R2, R3, R10-R12)."""
 
+import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
+from allspark_bus import damage
+from allspark_bus.errors import Damaged
 from allspark_bus.ledger import Advance, Ending, Entry, Ledger, now_ms
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
+from google.protobuf.message import DecodeError
 
 from allspark_broker.affinity import Prefix, PrefixAffinity
 from allspark_broker.links import WorkerLink
@@ -71,19 +75,36 @@ class Dispatcher:
         queue = self.queues[model]
         while (waiting := queue.peek()) is not None:
             if waiting.prefix is None:
-                waiting.prefix = self._affinity.prefix(pb.StartRequestRequest.FromString(waiting.body))
+                waiting.prefix = self._prefix_of(waiting.body)
             worker = self._choose(model, waiting.prefix)
             if worker is None:
                 return
             queue.remove(waiting.request_id)
             # The place is taken before the first await, or two pumps would overfill the worker.
             worker.flights[waiting.request_id] = self._flight(model, waiting)
-            advance = await self._ledger.advance(waiting.request_id, waiting.epoch, worker.worker_id)
-            if advance.outcome != "ok":
-                worker.flights.pop(waiting.request_id, None)
-                continue
-            waiting.epoch, waiting.resume = advance.epoch, advance.num_tokens > 0
-            await self._send(worker, model, waiting)
+            async with self._ends_damaged(waiting.request_id, worker):
+                advance = await self._ledger.advance(waiting.request_id, waiting.epoch, worker.worker_id)
+                if advance.outcome != "ok":
+                    worker.flights.pop(waiting.request_id, None)
+                    continue
+                waiting.epoch, waiting.resume = advance.epoch, advance.num_tokens > 0
+                await self._send(worker, model, waiting)
+
+    def _prefix_of(self, body: bytes) -> Prefix:
+        try:
+            return self._affinity.prefix(pb.StartRequestRequest.FromString(body))
+        except DecodeError:
+            return Prefix()  # it ends when it is sent
+
+    @contextlib.asynccontextmanager
+    async def _ends_damaged(self, rid: str, worker: Worker | None = None) -> AsyncIterator[None]:
+        """A request whose record turns out to be damaged frees its place on the worker and ends."""
+        try:
+            yield
+        except Damaged as error:
+            if worker is not None:
+                worker.flights.pop(rid, None)
+            await self._ledger.condemn(rid, error.reason)
 
     async def pump_all(self) -> None:
         """Dispatches what any queue holds."""
@@ -99,6 +120,8 @@ class Dispatcher:
                 return
             body = entry.body
         flight = worker.flights[waiting.request_id] = self._flight(model, waiting)
+        with damage.named(f"request {waiting.request_id}"):
+            request = pb.StartRequestRequest.FromString(body)
         message = fleet.ToWorker(
             dispatch=fleet.Dispatch(
                 request_id=waiting.request_id,
@@ -106,7 +129,7 @@ class Dispatcher:
                 resume=waiting.resume,
                 deadline_unix_ms=waiting.deadline_ms,
                 priority=waiting.priority,
-                request=pb.StartRequestRequest.FromString(body),
+                request=request,
             )
         )
         if not await self._link.send(worker.worker_id, message):
@@ -123,6 +146,10 @@ class Dispatcher:
 
     async def claim(self, rid: str, epoch: int, *, died: bool = False) -> None:
         """Fences whoever held the request and queues it; ends it if its worker died with it too often."""
+        async with self._ends_damaged(rid):
+            await self._claim(rid, epoch, died=died)
+
+    async def _claim(self, rid: str, epoch: int, *, died: bool) -> None:
         advance = await self._ledger.advance(rid, epoch, "", died=died)
         if advance.outcome != "ok":
             return
@@ -190,8 +217,10 @@ class Dispatcher:
             for rid in await self._ledger.open_requests(model):
                 if rid in self.queues[model] or self._table.holding(rid) is not None:
                     continue
-                entry = await self._ledger.load(rid)
-                if entry is None:
+                entry: Entry | None = None
+                async with self._ends_damaged(rid):
+                    entry = await self._ledger.load(rid)
+                if entry is None:  # ended, perhaps just now
                     await self._ledger.drop_from_index(rid, model)
                 elif suspects.get(rid) == entry.epoch:
                     log.info("request %s has no owner; taking it over", rid)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from allspark_bus.catalogue import Catalogue, ModelRecord, ModelState
-from allspark_bus.errors import Denied, FleetError, InvalidCall, ParamError
+from allspark_bus.errors import Damaged, Denied, FleetError, InvalidCall, ParamError
 from allspark_bus.ledger import Ending, Ledger
 from allspark_proto import allspark_service_pb2 as pb
 
@@ -185,8 +185,12 @@ class Lifecycle:
             await self.workers.reached(stopped)
 
     async def release(self, name: str) -> None:
-        """Frees the model everywhere; a running one is stopped first."""
-        record = await self._known(name, unknown=InvalidCall, busy_is_denied=False)
+        """Frees the model everywhere; a running one is stopped first. A damaged record is just removed."""
+        try:
+            record = await self._known(name, unknown=InvalidCall, busy_is_denied=False)
+        except Damaged as e:
+            await self._discard(name, e.reason)
+            return
         if record.state in (ModelState.RUNNING, ModelState.STOPPING):
             record = await self._put(replace(record, state=ModelState.RELEASING))
         await self.finish_release(record)
@@ -290,6 +294,16 @@ class Lifecycle:
         await self._nudge()
         await self.workers.notify()
         return True
+
+    async def _discard(self, name: str, why: str) -> None:
+        log.warning("%s: it is removed without a drain", why)
+        await self._catalogue.discard(name)
+        self._num_writes += 1
+        self.models.pop(name, None)
+        for rid in await self._ledger.open_requests(name):
+            await self.end_request(rid, name, f"model {name!r} was released")
+        await self._nudge()
+        await self.workers.notify()
 
     async def _drain(self, name: str) -> None:
         """Waits for open requests, then ends those that outlive the limit."""

@@ -21,6 +21,7 @@ from allspark_bus.store import Store
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from google.protobuf.message import DecodeError
+from redis.exceptions import RedisError
 
 from allspark_broker.access import BACKEND, FRONTEND, Access, NotAllowed, authorize
 from allspark_broker.adapters import AdapterCheck
@@ -172,8 +173,8 @@ class Broker:
             await asyncio.sleep(interval_s)
             try:
                 await duty()
-            except FleetError as e:
-                log.warning("%s: %s", getattr(duty, "__name__", duty), e.reason)
+            except (FleetError, RedisError) as e:
+                log.warning("%s: %s", getattr(duty, "__name__", duty), e)
 
     # ---- clients ----------------------------------------------------------------------------------
 

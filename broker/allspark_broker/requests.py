@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from allspark_bus import keys, response_format, rich_text, text_inputs
-from allspark_bus.errors import Denied, FleetError, ParamError, UnknownRequest
+from allspark_bus.errors import Damaged, Denied, FleetError, ParamError, UnknownRequest
 from allspark_bus.ledger import Ending, Entry, Ledger, now_ms
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
@@ -152,7 +152,11 @@ class Requests:
             admission.check_uuid(call.uuid, self._max_uuid_bytes)
         except ParamError as e:
             raise UnknownRequest(f"no request can have this uuid: {e.reason}") from e
-        model = await self._ledger.model_of(rid)
+        try:
+            model = await self._ledger.model_of(rid)
+        except Damaged as e:
+            log.warning("request %s is ended without knowing its model: %s", rid, e.reason)
+            return
         if model is None:
             return
         if call.model_name and call.model_name != model:

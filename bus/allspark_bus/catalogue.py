@@ -1,5 +1,8 @@
 """The catalogue: what models the fleet should have, and in which state (R2). Workers reconcile to it."""
 
+import logging
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -7,12 +10,17 @@ import msgpack
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
-from allspark_bus import keys
+from allspark_bus import damage, keys
+from allspark_bus.compute_unit import parse_unit
+from allspark_bus.errors import Damaged
 from allspark_bus.node import Arg
 from allspark_bus.scripts import Script
 from allspark_bus.store import Store
 
+log = logging.getLogger(__name__)
+
 PUT = Script.load("put_model")
+REPORT_S = 30.0  # a damaged record is logged this often
 
 
 class ModelState(StrEnum):
@@ -105,6 +113,8 @@ class Catalogue:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._last: dict[str, ModelRecord] = {}
+        self._reported_s: dict[str, float] = {}
 
     async def put(self, record: ModelRecord) -> ModelRecord | None:
         """Writes over generation `record.generation` (0: a new one); None if somebody else was first."""
@@ -122,18 +132,55 @@ class Catalogue:
         return bool(done)
 
     async def get(self, name: str) -> ModelRecord | None:
-        """One record."""
-        h = await self._store.command(
-            "HMGET", keys.model(name), "cfg", "state", "gen", "before", "owners", "facts", "prev"
-        )
-        if h[1] is None:
-            return None
-        owners = frozenset(o for o in h[4].decode().split(",") if o)
-        state = ModelState(h[1].decode())
-        return ModelRecord(name, h[0], state, int(h[2]), h[3].decode(), owners, h[5], h[6] or b"")
+        """One record. Raises Damaged."""
+        with damage.named(f"model {name!r}, which must be released and built again"):
+            h = await self._store.command(
+                "HMGET", keys.model(name), "cfg", "state", "gen", "before", "owners", "facts", "prev"
+            )
+            return _record(name, h) if any(h) else None
 
     async def all(self) -> dict[str, ModelRecord]:
-        """Every record, by name."""
-        names = sorted(n.decode() for n in await self._store.command("SMEMBERS", keys.MODELS))
-        found = [await self.get(name) for name in names]
-        return {r.name: r for r in found if r is not None}
+        """Every record, by name; of one that was damaged since, what it was before."""
+        names = await self._store.command("SMEMBERS", keys.MODELS)
+        found = {}
+        for name in sorted(n.decode("utf-8", "replace") for n in names):
+            try:
+                record = await self.get(name)
+            except Damaged as error:
+                record = self._last.get(name)
+                self._report(name, error)
+            if record is not None:
+                found[name] = record
+        self._last = found
+        return found
+
+    async def discard(self, name: str) -> None:
+        """Removes a record that is damaged, whatever is in it."""
+        await self._store.in_order([("DEL", keys.model(name))], [("SREM", keys.MODELS, name)])
+        self._last.pop(name, None)
+
+    def _report(self, name: str, error: Damaged) -> None:
+        now_s = time.monotonic()
+        if now_s - self._reported_s.get(name, float("-inf")) >= REPORT_S:
+            self._reported_s[name] = now_s
+            log.error("%s", error.reason)
+
+
+def _record(name: str, h: Sequence[bytes | None]) -> ModelRecord:
+    config, state, generation, before, owners, facts, previous = [value or b"" for value in h]
+    record = ModelRecord(
+        name,
+        config,
+        ModelState(state.decode()),
+        int(generation),
+        before.decode(),
+        frozenset(owner for owner in owners.decode().split(",") if owner),
+        facts,
+        previous,
+    )
+    # Read here once, so that no reader of the record has to expect damage in its parts.
+    parse_unit(record.model_config().compute_unit)
+    record.model_facts()
+    record.restored()
+    ModelState(record.before_unload or ModelState.BUILT)
+    return record

@@ -68,5 +68,11 @@ class BrokerUnavailable(FleetError):
     """No broker answered within the bounded wait."""
 
 
+class Damaged(FleetError):
+    """A record in Redis that no process of this version wrote: whose record it is fails, nobody else."""
+
+    status = pb.ALLSPARK_RUNTIME_ERROR
+
+
 class MalformedMessage(ParamError):
     """Bytes that are not a message of this protocol."""

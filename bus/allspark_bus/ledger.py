@@ -5,6 +5,7 @@ requests of a tenant) live under other keys: an entry is added before the ledger
 after it ended, so an index can hold too much for a moment, never too little; readers check the ledger.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import Any
 
 from allspark_proto import records
 
-from allspark_bus import keys
+from allspark_bus import damage, keys
+from allspark_bus.errors import Damaged
 from allspark_bus.node import Arg
 from allspark_bus.scripts import Script
 from allspark_bus.store import Store
@@ -23,7 +25,9 @@ APPEND = Script.load("append")
 FINISH = Script.load("finish")
 RELEASE = Script.load("release")
 
-APPENDED, CLOSED, STALE, GAP = 0, 1, 2, 3
+APPENDED, CLOSED, STALE, GAP, DAMAGED = 0, 1, 2, 3, 4
+
+log = logging.getLogger(__name__)
 
 
 def now_ms() -> int:
@@ -141,7 +145,8 @@ class Ledger:
                 )
             ],
         )
-        admission = Admission(_text(reply[0]), int(reply[1]), _text(reply[2]))
+        with damage.named(f"request {rid}"):
+            admission = Admission(_text(reply[0]), int(reply[1]), _text(reply[2]))
         if admission.outcome != "new":
             await self._unindex_if_wrong(rid, entry.model)
         return admission
@@ -155,19 +160,27 @@ class Ledger:
             await self._store.command("SREM", keys.tenant_requests(tenant), rid)
 
     async def advance(self, rid: str, expected_epoch: int, worker: str, *, died: bool = False) -> Advance:
-        """Dispatches (worker given) or claims (worker "") by raising the epoch; `died` counts a death."""
-        reply = await self._store.script(
-            ADVANCE, [keys.request(rid)], [expected_epoch, worker, 1 if died else 0]
-        )
-        return Advance(_text(reply[0]), int(reply[1]), _text(reply[2]), int(reply[3]), int(reply[4]))
+        """Dispatches (worker given) or claims (worker "") by raising the epoch; `died` counts a death.
+
+        Raises Damaged.
+        """
+        with damage.named(f"request {rid}"):
+            reply = await self._store.script(
+                ADVANCE, [keys.request(rid)], [expected_epoch, worker, 1 if died else 0]
+            )
+            return Advance(_text(reply[0]), int(reply[1]), _text(reply[2]), int(reply[3]), int(reply[4]))
 
     async def append(self, appends: Sequence[Append]) -> list[tuple[int, int]]:
         """Appends one step of many requests: a (code, tokens in the stream) for each.
 
-        One round trip, and another one if some of them end.
+        One round trip, and another one if some of them end. What cannot be appended to because its record is
+        damaged is condemned.
         """
-        replies = await self._store.batch([self._append_command(a) for a in appends])
-        answers = [(int(code), int(n)) for code, n in replies]
+        replies = await self._store.outcomes([self._append_command(a) for a in appends])
+        for a, reply in zip(appends, replies, strict=True):
+            if isinstance(reply, Damaged):
+                await self.condemn(a.request_id, reply.reason)
+        answers = [(DAMAGED, 0) if isinstance(r, Damaged) else (int(r[0]), int(r[1])) for r in replies]
         terminal = [(a, code) for a, (code, _) in zip(appends, answers, strict=True) if a.ending is not None]
         # Not before the answers: a refused zombie must not hide a request that goes on elsewhere.
         ended = [a for a, code in terminal if code == APPENDED]
@@ -205,6 +218,11 @@ class Ledger:
             await self._store.command("ZREM", keys.open_requests(_text(reply[2])), rid)
         return _text(reply[0]), _text(reply[1])
 
+    async def condemn(self, rid: str, why: str) -> None:
+        """Ends a request whose record is damaged, whatever is left of it."""
+        log.error("request %s ends here: %s", rid, why)
+        await self.finish(rid, Ending(records.INTERRUPTED, "damaged", why))
+
     async def release(self, rid: str) -> tuple[str, str, bool]:
         """Forgets a request: ("ok"|"released"|"unknown", worker that held it or "", was it open)."""
         reply = await self._store.script(RELEASE, _keys(rid), [now_ms()])
@@ -222,23 +240,11 @@ class Ledger:
         return outcome, worker, state == "open"
 
     async def load(self, rid: str) -> Entry | None:
-        """The record of an open request; None when it has ended or is unknown."""
+        """The record of an open request; None when it has ended or is unknown. Raises Damaged."""
         fields = ("st", "md", "ep", "wk", "body", "cr", "dl", "pr", "n", "dt")
-        h = await self._store.command("HMGET", keys.request(rid), *fields)
-        if h[0] != b"open":
-            return None
-        return Entry(
-            rid,
-            _text(h[1]),
-            int(h[2]),
-            _text(h[3]),
-            h[4],
-            int(h[5]),
-            int(h[6]),
-            int(h[7]),
-            int(h[8]),
-            int(h[9]),
-        )
+        with damage.named(f"request {rid}"):
+            h = await self._store.command("HMGET", keys.request(rid), *fields)
+            return _entry(rid, h) if h[0] == b"open" else None
 
     async def is_same(self, rid: str, digest: bytes) -> bool:
         """Whether a request with this body is in the ledger already."""
@@ -268,25 +274,46 @@ class Ledger:
     async def num_unreleased(self, model: str, tenant: str) -> int:
         """How many of a tenant's requests of a model are still in the ledger."""
         rids = await self.tenant_requests(tenant)
-        owners = await self._store.batch([("HGET", keys.request(r), "md") for r in rids])
-        return sum(1 for owner in owners if owner is not None and owner.decode() == model)
+        owners = await self._store.outcomes([("HGET", keys.request(r), "md") for r in rids])
+        return owners.count(model.encode())
 
     async def sweep_tenants(self) -> int:
         """Drops index entries whose ledger record expired; returns how many."""
         return sum([await self._sweep(key) async for key in self._store.scan(keys.tenant_requests("*"))])
 
     async def _sweep(self, index: str) -> int:
-        rids = [_text(r) for r in await self._store.command("SMEMBERS", index)]
-        states = await self._store.batch([("HGET", keys.request(r), "st") for r in rids])
+        try:
+            rids = [_text(r) for r in await self._store.command("SMEMBERS", index)]
+        except Damaged as e:
+            log.error("the index %s of a tenant's requests is not swept: %s", index, e.reason)
+            return 0
+        states = await self._store.outcomes([("HGET", keys.request(r), "st") for r in rids])
         gone = [r for r, st in zip(rids, states, strict=True) if st in (None, b"released")]
         if gone:
             await self._store.command("SREM", index, *gone)
         return len(gone)
 
     async def tokens(self, rid: str) -> list[int]:
-        """Every token in the stream; a worker reads them before it continues a request."""
-        entries = await self._store.command("XRANGE", keys.stream(rid), "-", "+")
-        return records.tokens_of([records.decode(fields[1]) for _, fields in entries])
+        """Every token in the stream; a worker reads them before it continues a request. Raises Damaged."""
+        with damage.named(f"the stream of request {rid}"):
+            length, entries = await self._store.batch(
+                [("HGET", keys.request(rid), "n"), ("XRANGE", keys.stream(rid), "-", "+")]
+            )
+            found = [records.decode(fields[1]) for _, fields in entries]
+            tokens = records.tokens_of(found)
+            if len(tokens) != int(length or 0):
+                raise ValueError(f"it holds {len(tokens)} of {int(length or 0)} tokens")
+        return tokens
+
+
+def _entry(rid: str, h: Sequence[bytes]) -> Entry:
+    body, numbers = h[4], [int(value) for value in (h[2], *h[5:])]
+    if not isinstance(body, bytes):
+        raise ValueError("it has no body")
+    epoch, created_ms, deadline_ms, priority, num_tokens, deaths = numbers
+    return Entry(
+        rid, h[1].decode(), epoch, h[3].decode(), body, created_ms, deadline_ms, priority, num_tokens, deaths
+    )
 
 
 def _keys(rid: str) -> list[str]:
@@ -294,4 +321,5 @@ def _keys(rid: str) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    # What is no text matches nothing of ours, and is no reason to fail here.
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

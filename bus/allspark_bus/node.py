@@ -26,6 +26,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
+from allspark_bus import damage
 from allspark_bus.errors import StoreUnavailable
 from allspark_bus.scripts import Script
 
@@ -203,7 +204,7 @@ class Node:
         elif isinstance(error, _PASSING) or str(error).startswith("NOREPLICAS "):
             self.park(call, error)
         else:
-            fail(call, error)
+            fail(call, damage.of_reply(error) or error)
 
     def park(self, call: Call, error: Exception) -> None:
         """Sends a call again a little later."""

@@ -11,6 +11,7 @@ from typing import Any
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 
 from allspark_bus import redis_url
+from allspark_bus.errors import Damaged
 from allspark_bus.node import CONNECT_TIMEOUT_S, Arg, Command, Node
 from allspark_bus.scripts import Script
 
@@ -41,7 +42,11 @@ class Store:
         return connection
 
     async def command(self, *command: Arg) -> Any:
-        """Runs one command. Raises RedisError for an error reply, StoreUnavailable when Redis is away."""
+        """Runs one command.
+
+        Raises Damaged for a record of the wrong kind, RedisError for any other error reply, StoreUnavailable
+        when Redis is away.
+        """
         return await self._enqueue(command)
 
     async def script(self, script: Script, keys: Sequence[str], args: Sequence[Arg]) -> Any:
@@ -51,6 +56,14 @@ class Store:
     async def batch(self, commands: Sequence[Command]) -> list[Any]:
         """Runs commands that need no order among them in one round trip. Raises the first error."""
         return list(await asyncio.gather(*[self._enqueue(c) for c in commands]))
+
+    async def outcomes(self, commands: Sequence[Command]) -> list[Any]:
+        """Like `batch`, but a damaged record spoils no other: its Damaged takes the place of its reply."""
+        found = await asyncio.gather(*[self._enqueue(c) for c in commands], return_exceptions=True)
+        for outcome in found:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, Damaged):
+                raise outcome
+        return list(found)
 
     async def in_order(self, *stages: Sequence[Command]) -> list[Any]:
         """Runs each stage after the one before, in one round trip where one server has all keys.
@@ -65,7 +78,7 @@ class Store:
         while True:
             cursor, found = await self._node.enqueue(("SCAN", cursor, "MATCH", pattern, "COUNT", 1000))
             for key in found:
-                yield key.decode()
+                yield key.decode("utf-8", "replace")
             if cursor == b"0":
                 return
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from allspark_proto import records
 
-from allspark_bus import keys
+from allspark_bus import damage, keys
+from allspark_bus.node import Arg
 from allspark_bus.scripts import Script
 from allspark_bus.store import Store
 
@@ -80,10 +81,9 @@ class Streams:
         The cursor comes back after `reservation_ms` unless the call is settled (or confirmed by the
         next take), so an answer that was lost with its gateway is delivered again.
         """
-        reply = await self._store.script(
-            TAKE, _keys(rid), [call_id, confirmed, self._reservation_ms, MAX_ENTRIES]
-        )
-        return _batch(reply)
+        with damage.named(f"request {rid}"):
+            args: list[Arg] = [call_id, confirmed, self._reservation_ms, MAX_ENTRIES]
+            return _batch(await self._store.script(TAKE, _keys(rid), args))
 
     async def settle(self, rid: str, call_id: str, *, arrived: bool) -> None:
         """Confirms the delivery of a take, or takes it back."""
@@ -91,42 +91,59 @@ class Streams:
 
     async def read(self, rid: str, position: int) -> Batch:
         """Reads from a position that the reader keeps itself: nothing moves, so nothing can be lost."""
-        return _batch(await self._store.script(READ, _keys(rid), [position, MAX_ENTRIES]))
+        with damage.named(f"request {rid}"):
+            return _batch(await self._store.script(READ, _keys(rid), [position, MAX_ENTRIES]))
 
     async def view(self, rid: str) -> View:
         """Status and length."""
-        r = await self._store.script(VIEW, _keys(rid), [])
-        if r[0] != b"ok":
-            return View(r[0].decode())
-        num_tokens = int(r[1].partition(b"-")[0]) if r[1] else 0
-        status = int(r[4]) if r[4] else (2 if num_tokens else 0)
-        return View(
-            "ok", status, num_tokens, int(r[2]), r[3] != b"", r[5].decode(), r[6].decode(), int(r[7] or 0)
-        )
+        with damage.named(f"request {rid}"):
+            return _view(await self._store.script(VIEW, _keys(rid), []))
 
     async def status(self, rid: str, confirmed: str, deferral_ms: int) -> Told:
         """The status for readers of the server-side cursor, who must see the last tokens before the end.
 
         `confirmed` is a call whose answer is known to have arrived, or "".
         """
-        r = await self._store.script(STATUS, _keys(rid), [confirmed, deferral_ms])
-        if r[0] != b"ok":
-            return Told(r[0].decode())
-        return Told("ok", int(r[1]), r[2].decode(), r[3].decode())
+        with damage.named(f"request {rid}"):
+            r = await self._store.script(STATUS, _keys(rid), [confirmed, deferral_ms])
+            if r[0] != b"ok":
+                return Told(r[0].decode())
+            return Told("ok", int(r[1]), r[2].decode(), r[3].decode())
 
 
 def _keys(rid: str) -> list[str]:
     return [keys.request(rid), keys.stream(rid)]
 
 
+def _check_continuous(found: Sequence[records.Record], start: int) -> None:
+    at = min(start, found[0].position) if found else 0
+    for record in found:
+        if record.position != at:
+            raise ValueError(f"its stream lacks the tokens [{at}, {record.position})")
+        at = record.end
+
+
+def _view(r: Sequence[bytes]) -> View:
+    if r[0] != b"ok":
+        return View(r[0].decode())
+    num_tokens = int(r[1].partition(b"-")[0]) if r[1] else 0
+    status = int(r[4]) if r[4] else (2 if num_tokens else 0)
+    return View(
+        "ok", status, num_tokens, int(r[2]), r[3] != b"", r[5].decode(), r[6].decode(), int(r[7] or 0)
+    )
+
+
 def _batch(reply: Sequence[bytes | int]) -> Batch:
     outcome = bytes(reply[0]).decode()
     if outcome == "busy":
         return Batch(outcome, wait_ms=int(reply[1]))
+    if outcome == "damaged":
+        raise ValueError("its stream lacks tokens")
     if outcome != "ok":
         return Batch(outcome)
     start, end = int(reply[1]), int(reply[2])
     found = [records.decode(m) for m in reply[6:] if isinstance(m, bytes)]
+    _check_continuous(found, start)
     skip = max(0, start - found[0].position) if found else 0
     is_cut_off = len(found) == MAX_ENTRIES and not found[-1].is_terminal
     return Batch(

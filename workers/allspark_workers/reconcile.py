@@ -128,7 +128,10 @@ class Reconciler:
         try:
             while True:
                 self._wake.clear()
-                await self._pass()
+                try:
+                    await self._pass()
+                except FleetError as e:
+                    log.error("the catalogue cannot be read, models stay as they are: %s", e.reason)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), POLL_S)
         finally:

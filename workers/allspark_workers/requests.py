@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Awaitable, Callable
 
-from allspark_bus.errors import FleetError
+from allspark_bus.errors import Damaged, FleetError
 from allspark_bus.ledger import Ending, Ledger
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
@@ -105,6 +105,10 @@ class Requests:
                 await self._hand_back(publication, send)
                 return
             hosted.engine.submit(engine_request(d, generated, hosted.engine.facts, guide))
+        except Damaged as e:
+            # Of what was generated before: nothing can be appended to it, the ending included.
+            await self._ledger.condemn(rid, e.reason)
+            self._publisher.abandon(publication)
         except GuideError as e:
             log.warning("request %s cannot be guided: %s", rid, e)
             self._fail(publication, ending_of(FinishReason.GRAMMAR, str(e)))
@@ -112,6 +116,10 @@ class Requests:
             reason = e.reason if isinstance(e, FleetError) else str(e)
             log.warning("request %s cannot run: %s", rid, reason)
             self._fail(publication, Ending(pb.GenerateInterrupted, "error", reason))
+        except Exception as e:
+            # It was accepted, so it must end, whatever is wrong with it or with this code.
+            log.exception("request %s cannot run", rid)
+            self._fail(publication, Ending(pb.GenerateInterrupted, "error", f"internal error: {e!r}"))
 
     def _fail(self, publication: Publication, ending: Ending) -> None:
         """The engine will never hear of this request."""

@@ -20,8 +20,10 @@ if last then
   redis.call('HSET', KEYS[1], 'st', 'ended', 'es', ARGV[5], 'rn', ARGV[6], 'em', ARGV[7], 'et', ARGV[8])
   if ARGV[9] == '1' then redis.call('HSET', KEYS[1], 'ot', 1) end
   redis.call('HDEL', KEYS[1], 'body')
-  redis.call('PEXPIRE', KEYS[2], h[4])
-  redis.call('PEXPIRE', KEYS[1], h[4] + h[5])
+  -- Defaults for a damaged record: an error here would leave an end that nobody is told of.
+  local kept = tonumber(h[4]) or 3600000
+  redis.call('PEXPIRE', KEYS[2], kept)
+  redis.call('PEXPIRE', KEYS[1], kept + (tonumber(h[5]) or 300000))
 end
 redis.call('PUBLISH', KEYS[2], entry)
 return {0, n}

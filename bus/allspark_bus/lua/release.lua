@@ -1,12 +1,18 @@
 -- Forgets a request; a tombstone stays for a while, with the epoch that a successor of the same uuid must exceed. KEYS: request, stream. ARGV: now_ms
 -- Returns {"ok"|"released"|"unknown", worker, model, "open"|"ended"}.
-local h = redis.call('HMGET', KEYS[1], 'st', 'wk', 'md', 'tt', 'ep')
+-- A damaged record is forgotten like any other.
+local h = redis.pcall('HMGET', KEYS[1], 'st', 'wk', 'md', 'tt', 'ep')
+if h.err then
+  redis.call('DEL', KEYS[1], KEYS[2])
+  redis.call('PUBLISH', KEYS[2], 'released')
+  return {'ok', '', '', 'ended'}
+end
 if not h[1] then return {'unknown', '', '', ''} end
 if h[1] == 'released' then return {'released', '', '', ''} end
 redis.call('DEL', KEYS[1], KEYS[2])
-if tonumber(h[4]) > 0 then
-  redis.call('HSET', KEYS[1], 'st', 'released', 'ep', h[5], 'et', ARGV[1])
+if (tonumber(h[4]) or 0) > 0 then
+  redis.call('HSET', KEYS[1], 'st', 'released', 'ep', tonumber(h[5]) and h[5] or 0, 'et', ARGV[1])
   redis.call('PEXPIRE', KEYS[1], h[4])
 end
 redis.call('PUBLISH', KEYS[2], 'released')
-return {'ok', h[2], h[3], h[1]}
+return {'ok', h[2] or '', h[3] or '', h[1]}

@@ -3,7 +3,7 @@
 -- The cursor counts tokens, and one more once the tensors of the terminal record were taken.
 -- The tokens of a call stay reserved until it is confirmed; without that the cursor goes back, so a reply
 -- that was lost with its gateway loses no token.
--- Returns {"unknown"|"released"|"expired"} or {"busy", ms to wait}
+-- Returns {"unknown"|"released"|"expired"|"damaged" (the stream lacks tokens)} or {"busy", ms to wait}
 -- or {"ok", cursor before, cursor after, end status or "", reason, message, record...}.
 local h = redis.call('HMGET', KEYS[1], 'st', 'cur', 'rs', 'n', 'es', 'rn', 'em', 'rd', 'ot')
 if not h[1] then return {'unknown'} end
@@ -30,6 +30,7 @@ local out = {'ok', cur, cur, h[5] or '', h[6] or '', h[7] or ''}
 if cur < n or (cur == n and h[9]) then
   local first = cur < n and '(' .. cur .. '-18446744073709551615' or n .. '-1'
   local entries = redis.call('XRANGE', KEYS[2], first, '+', 'COUNT', ARGV[4])
+  if #entries == 0 then return {'damaged'} end
   for _, e in ipairs(entries) do
     out[#out + 1] = e[2][2]
     local length, is_last = string.match(e[1], '^(%d+)-(%d)')
