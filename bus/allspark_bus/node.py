@@ -7,10 +7,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import hiredis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import (
     AskError,
@@ -27,21 +27,22 @@ from redis.exceptions import (
 )
 
 from allspark_bus import damage
+from allspark_bus.connections import CONNECT_TIMEOUT_S, NewConnection
 from allspark_bus.errors import StoreUnavailable
+from allspark_bus.round_trip import REPLY_TIMEOUT_S, Command, address_of, end, exchange, until_replicated
 from allspark_bus.scripts import Script
 
 log = logging.getLogger(__name__)
 
-Arg = str | bytes | int | float
-Command = tuple[Arg, ...]
 Call = tuple[Command, asyncio.Future[Any], float]  # the last is when it was made, of the monotonic clock
 
 MAX_BATCH = 512
-CONNECT_TIMEOUT_S = 5.0
-REPLY_TIMEOUT_S = 10.0
 REPORT_S = 10.0  # a refused login is logged this often
 RETRY_FIRST_S, RETRY_MAX_S = 0.02, 1.0
 PARKED_MAX_S = 0.25
+WATCH_S = 1.0
+#: Replicas confirm a write at once when they are asked (WAIT), and once a second otherwise (ROLE).
+WAIT_MS, ROLE_PATIENCE_S = 1000, 3.0
 #: The server is away, or is not (or no longer) the one to write to: connecting again may find another.
 LOST = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
 #: Errors that pass by themselves; they concern one call, not the connection.
@@ -67,36 +68,55 @@ class Routing(Protocol):
         """Whether, as far as the map tells, the node serves the call's key."""
 
 
-class Node:
-    """A pipelining client of one server.
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a Store promises to its callers, for each of its nodes.
 
-    `new_connection` makes a connection that is not connected yet. `patience_s`: how long a call outlives an
-    unreachable server before it raises StoreUnavailable (None: for ever). `max_pending`: calls that may wait
-    at once; one more raises StoreUnavailable.
+    `patience_s`: how long a call outlives an unreachable server before it raises StoreUnavailable (None: for
+    ever). `max_pending`: calls that may wait at once; one more raises StoreUnavailable. `min_replicas`: an
+    answer is given when so many replicas have everything that was written before it.
+    """
+
+    patience_s: float | None
+    max_pending: int
+    min_replicas: int = 0
+
+
+class Node:
+    """A pipelining client of one server, or of the one that is the master.
+
+    `master` tells which one that is, as HOST:PORT: a master that was replaced while it is cut off, or just
+    goes on, takes writes that will be thrown away, so it is left as soon as its successor is known.
+    `moved` is called when another server than before was connected to.
     """
 
     def __init__(
         self,
-        new_connection: Callable[[], AbstractConnection],
+        new_connection: NewConnection,
+        terms: Terms,
         *,
-        patience_s: float | None,
-        max_pending: int,
         routing: Routing | None = None,
+        master: Callable[[], Awaitable[str]] | None = None,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.new_connection = new_connection
-        self._patience_s = patience_s
-        self._max_pending = max_pending
+        self._terms = terms
         self._routing = routing
+        self._master = master
+        self._moved = moved
         self._pending: list[Call] = []
         self._sent: list[Call] = []
         self._parked: list[Call] = []
         self._timer: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
         self._connection: AbstractConnection | None = None
+        self._is_doubted = False  # another server may be the master by now
         self._loaded: set[str] = set()
         self._task: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._closed = False
         self._reported_s = float("-inf")
+        self.address: str | None = None  # of the server that was connected to last
 
     @property
     def is_connected(self) -> bool:
@@ -106,8 +126,8 @@ class Node:
         """The reply to come. Raises StoreUnavailable if this is closed or too many calls wait."""
         if self._closed:
             raise StoreUnavailable("the Redis client of this process is closed")
-        if len(self._pending) + len(self._parked) >= self._max_pending:
-            raise StoreUnavailable(f"{self._max_pending} Redis calls are waiting already: Redis is too slow")
+        if len(self._pending) + len(self._parked) >= self._terms.max_pending:
+            raise StoreUnavailable(f"{self._terms.max_pending} Redis calls wait already: Redis is too slow")
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -123,6 +143,8 @@ class Node:
         self._wake.set()
 
     async def _run(self) -> None:
+        if self._master is not None:
+            self._watcher = asyncio.create_task(self._watch(self._master))
         while not self._closed:
             await self._wake.wait()
             self._wake.clear()
@@ -145,7 +167,8 @@ class Node:
             except Exception as e:
                 await self._disconnect()
                 log.exception("unexpected failure of a Redis round trip")
-                self._fail_all(self._sent, StoreUnavailable(f"Redis round trip failed: {e!r}"))
+                for call in self._sent:
+                    fail(call, StoreUnavailable(f"Redis round trip failed: {e!r}"))
                 self._sent = []
                 return
             await asyncio.sleep(delay)  # back-off between attempts to reconnect
@@ -162,7 +185,8 @@ class Node:
         self._sent = [call for call in self._sent if not call[1].done() and not self._gave_up(call, error)]
 
     def _gave_up(self, call: Call, error: BaseException) -> bool:
-        if self._patience_s is None or time.monotonic() - call[2] <= self._patience_s:
+        patience_s = self._terms.patience_s
+        if patience_s is None or time.monotonic() - call[2] <= patience_s:
             return False
         fail(call, StoreUnavailable(f"Redis is unreachable ({error}); nothing was lost, try again"))
         return True
@@ -183,12 +207,13 @@ class Node:
     async def _round_trip(self, batch: list[Call]) -> None:
         connection = await self._connect()
         await self._load_scripts(connection, [c for c, _, _ in batch])
-        replies = await exchange(connection, [c for c, _, _ in batch])
+        replies = await self._replicated(connection, [c for c, _, _ in batch])
         if missing := [i for i, r in enumerate(replies) if isinstance(r, NoScriptError)]:
             self._loaded.clear()
             retry = [batch[i] for i in missing]
             await self._load_scripts(connection, [c for c, _, _ in retry])
-            for i, reply in zip(missing, await exchange(connection, [c for c, _, _ in retry]), strict=True):
+            again = await self._replicated(connection, [c for c, _, _ in retry])
+            for i, reply in zip(missing, again, strict=True):
                 replies[i] = reply
         if elsewhere := next((r for r in replies if isinstance(r, BusyLoadingError | ReadOnlyError)), None):
             raise elsewhere
@@ -198,10 +223,23 @@ class Node:
             elif not call[1].done():
                 call[1].set_result(reply)
 
+    async def _replicated(self, connection: AbstractConnection, commands: Sequence[Command]) -> list[Any]:
+        """One round trip, which ends when enough replicas have what was written."""
+        wanted = self._terms.min_replicas
+        if not wanted:
+            return await exchange(connection, commands)
+        *replies, confirmed = await exchange(connection, [*commands, ("WAIT", wanted, WAIT_MS)])
+        if not isinstance(confirmed, int) or confirmed < wanted:
+            raise ConnectionError(f"{wanted} replica(s) must have a write, but: {confirmed}")
+        return replies
+
     def _refused(self, call: Call, error: Exception) -> None:
         if self._routing is not None and isinstance(error, AskError):  # MovedError is one
             self._routing.redirect(call, error)
-        elif isinstance(error, _PASSING) or str(error).startswith("NOREPLICAS "):
+        elif isinstance(error, _PASSING):
+            self.park(call, error)
+        elif str(error).startswith("NOREPLICAS "):  # cut off, perhaps, while its successor has them
+            self._is_doubted = self._master is not None
             self.park(call, error)
         else:
             fail(call, damage.of_reply(error) or error)
@@ -224,14 +262,65 @@ class Node:
         for call in calls:
             (self._routing.route if self._routing is not None else self.put)(call)
 
+    async def _watch(self, master: Callable[[], Awaitable[str]]) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            with contextlib.suppress(RedisError, OSError, StoreUnavailable):
+                if self._connection is not None and await master() != self.address:
+                    self._is_doubted = True
+                    await self.enqueue(
+                        ("PING",)
+                    )  # connects to the other one, even if nothing else is to be sent
+
     async def _connect(self) -> AbstractConnection:
+        if self._is_doubted:
+            await self._disconnect()
         if self._connection is None:
             connection = self.new_connection()
-            async with asyncio.timeout(CONNECT_TIMEOUT_S + REPLY_TIMEOUT_S):
-                await connection.connect()  # type: ignore[no-untyped-call]
-            self._connection = connection
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S + REPLY_TIMEOUT_S):
+                    await connection.connect()  # type: ignore[no-untyped-call]
+                    if self._master is not None or self._terms.min_replicas:
+                        await self._check_role(connection)
+            except BaseException:
+                await end(connection)
+                raise
+            self._connection, self._is_doubted = connection, False
             self._loaded.clear()
+            self._note(address_of(connection))
         return self._connection
+
+    async def _check_role(self, connection: AbstractConnection) -> None:
+        """Raises ConnectionError unless it leads to a master whose replicas have all that is in it.
+
+        The latter because WAIT looks at the writes of its own connection only: those of the one before, sent
+        again, may change nothing and would be acknowledged though no replica has them.
+        """
+
+        async def ask() -> Any:
+            [reply] = await exchange(connection, [("ROLE",)])
+            return reply
+
+        await until_replicated(ask, self._terms.min_replicas, ROLE_PATIENCE_S)
+
+    async def replicated(self) -> None:
+        """Returns when enough replicas have all that is in the server now, whoever wrote it."""
+        if self._terms.min_replicas:
+            patience_s = self._terms.patience_s or ROLE_PATIENCE_S
+
+            async def ask() -> Any:
+                return await self.enqueue(("ROLE",))
+
+            try:
+                await until_replicated(ask, self._terms.min_replicas, patience_s)
+            except ConnectionError as e:
+                raise StoreUnavailable(f"{e}; nothing was lost, try again") from e
+
+    def _note(self, address: str) -> None:
+        before, self.address = self.address, address
+        if before not in (None, address):
+            log.warning("the store is at %s now, and was at %s", address, before)
+            self._moved()
 
     async def _load_scripts(self, connection: AbstractConnection, commands: Sequence[Command]) -> None:
         wanted = {c[1] for c in commands if c[0] == "EVALSHA"} - self._loaded
@@ -242,57 +331,30 @@ class Node:
     async def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(RedisError, OSError):
-                await connection.disconnect(nowait=True)
+            await end(connection)
 
-    def take_waiting(self) -> list[Call]:
-        """Takes back every call that was not sent yet."""
-        calls, self._pending, self._parked = [*self._pending, *self._parked], [], []
+    async def leave(self) -> list[Call]:
+        """Ends the connection; returns the calls that nobody answered."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in (self._watcher, self._task):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        calls = [*self._sent, *self._pending, *self._parked]
+        self._sent, self._pending, self._parked = [], [], []
+        await self._disconnect()
         return calls
 
     async def close(self) -> None:
         """Ends the connection; calls still waiting raise StoreUnavailable."""
-        self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        closed = StoreUnavailable("the Redis client of this process is closed")
-        self._fail_all([*self._sent, *self.take_waiting()], closed)
-        await self._disconnect()
-
-    def _fail_all(self, calls: Sequence[Call], error: Exception) -> None:
-        for call in calls:
-            fail(call, error)
+        for call in await self.leave():
+            fail(call, StoreUnavailable("the Redis client of this process is closed"))
 
 
 def fail(call: Call, error: BaseException) -> None:
     """Ends a call that nobody gave up on yet."""
     if not call[1].done():
         call[1].set_exception(error)
-
-
-def pack(commands: Sequence[Command]) -> bytes:
-    """Commands as Redis reads them."""
-    # The stub of hiredis takes a tuple of exactly one argument.
-    return b"".join([hiredis.pack_command(c) for c in commands])  # type: ignore[arg-type]
-
-
-async def exchange(connection: AbstractConnection, commands: Sequence[Command]) -> list[Any]:
-    """One round trip; an error reply is its RedisError.
-
-    One time-out for all of it: one for each reply costs more than the reply.
-    """
-    replies: list[Any] = []
-    async with asyncio.timeout(REPLY_TIMEOUT_S):
-        await connection.send_packed_command(pack(commands), check_health=False)
-        for _ in commands:
-            try:
-                replies.append(await connection.read_response(disable_decoding=True))
-            except (ConnectionError, TimeoutError):
-                raise
-            except RedisError as e:
-                replies.append(e)
-    return replies

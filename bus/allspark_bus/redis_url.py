@@ -1,25 +1,59 @@
-"""URLs of Redis: where the password is read from, and what may be shown of one.
+"""URLs of Redis: where it is, how to log in, and what may be shown of one.
 
-`rediss://USER@HOST:PORT/0?ssl_ca_certs=FILE&password_file=FILE` is TLS, checked against an authority, as an
-ACL user. `password_file` is ours, every other option is that of redis-py's `from_url`.
+- `redis://USER@HOST:PORT/0`, `rediss://...` (TLS, checked against an authority), `unix:///PATH`: one server;
+- `redis+sentinel://USER@HOST:PORT,HOST:PORT/NAME[/0]`: the master NAME of the Sentinels that are listed;
+- `redis+cluster://USER@HOST:PORT,HOST:PORT`: a Redis Cluster, of which some nodes are listed;
+- `rediss+sentinel://` and `rediss+cluster://`: the same with TLS (between us and every server).
+
+`password_file`, `min_replicas` (acknowledge nothing that fewer replicas have) and `sentinel_user`,
+`sentinel_password_file` (the login of the Sentinels, none by default) are ours, every other option is that of
+redis-py's `from_url`.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
+from redis.asyncio.connection import parse_url
 from redis.credentials import CredentialProvider
 
 from allspark_bus.secret_files import warn_if_exposed
 
+Address = tuple[str, int]
+
 PASSWORD_FILE = "password_file"
+MIN_REPLICAS = "min_replicas"
+SENTINEL_USER, SENTINEL_PASSWORD_FILE = "sentinel_user", "sentinel_password_file"
+SINGLE, SENTINEL, CLUSTER = "single", "sentinel", "cluster"
+MAX_REPLICAS = 16
+_KINDS = {"": SINGLE, "sentinel": SENTINEL, "cluster": CLUSTER}
+_PORTS = {SENTINEL: 26379, CLUSTER: 6379}
 #: Options of a URL; anything else would fail at the first connection only.
 OPTIONS = frozenset(
     {
         *("db", PASSWORD_FILE, "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname"),
         *("ssl_cert_reqs", "ssl_min_version", "socket_keepalive"),
+        *(MIN_REPLICAS, SENTINEL_USER, SENTINEL_PASSWORD_FILE),
     }
 )
+_OURS = (PASSWORD_FILE, MIN_REPLICAS, SENTINEL_USER, SENTINEL_PASSWORD_FILE)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A URL that was taken apart.
+
+    `kind`: SINGLE, SENTINEL or CLUSTER. `addresses`: the Sentinels or the cluster nodes that are listed.
+    `service`: the master's name. `arguments` and `sentinel_arguments`: of redis-py's connections.
+    """
+
+    kind: str
+    addresses: tuple[Address, ...]
+    service: str
+    min_replicas: int
+    arguments: dict[str, Any]
+    sentinel_arguments: dict[str, Any]
 
 
 class FilePassword(CredentialProvider):
@@ -48,21 +82,86 @@ def check(url: str) -> None:
         raise ValueError(f"the URL has the unknown option {', '.join(sorted(stray))}; known: {_names()}")
     if PASSWORD_FILE in options and parts.password:
         raise ValueError(f"the URL has a password and {PASSWORD_FILE}: leave one out")
-    if parts.scheme != "rediss" and any(name.startswith("ssl_") for name in options):
+    scheme, _ = _split_scheme(parts.scheme)
+    if scheme != "rediss" and any(name.startswith("ssl_") for name in options):
         raise ValueError("options that begin with ssl_ are for rediss:// URLs")
+    parse(url)
 
 
-def split(url: str) -> tuple[str, dict[str, Any]]:
-    """The URL for `from_url`, and its further arguments."""
+def parse(url: str) -> Target:
+    """Takes a URL apart. Raises ValueError; the text has no secrets."""
     parts = urlsplit(url)
+    scheme, kind = _split_scheme(parts.scheme)
+    if not (parts.netloc or parts.path):
+        raise ValueError("the URL names no server")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    path = options.pop(PASSWORD_FILE, None)
-    if path is None:
-        return url, {}
-    host = parts.netloc.rpartition("@")[2]
+    ours = {name: options.pop(name) for name in _OURS if name in options}
+    login, _, hosts = parts.netloc.rpartition("@")
+    addresses: tuple[Address, ...] = ()
+    service, path = "", parts.path
+    if kind != SINGLE:
+        addresses = tuple(_address(host, _PORTS[kind]) for host in hosts.split(","))
+        service, path = _service(kind, parts.path, options)
+        hosts = "localhost"  # replaced at every connection
+    if kind != SENTINEL and (stray := {SENTINEL_USER, SENTINEL_PASSWORD_FILE} & ours.keys()):
+        raise ValueError(f"{' and '.join(sorted(stray))}: the URL is none of Sentinels")
+    if PASSWORD_FILE in ours:
+        login = ""
     query = f"?{urlencode(options)}" if options else ""
-    bare = f"{parts.scheme}://{host}{parts.path}{query}"  # urlunsplit would take the // from unix://
-    return bare, {"credential_provider": FilePassword(unquote(parts.username or ""), Path(path))}
+    # urlunsplit would take the // from unix://
+    bare = f"{scheme}://{login}{'@' if login else ''}{hosts}{path}{query}"
+    try:
+        arguments: dict[str, Any] = dict(parse_url(bare))
+    except ValueError:
+        # Its text may hold a part of the password, if that has characters that end a host name.
+        raise ValueError("its port, database or an option has a value that cannot be read") from None
+    sentinel = {k: v for k, v in arguments.items() if k.startswith("ssl_")}
+    if PASSWORD_FILE in ours:
+        user = unquote(parts.username or "")
+        arguments["credential_provider"] = FilePassword(user, Path(ours[PASSWORD_FILE]))
+    if SENTINEL_PASSWORD_FILE in ours:
+        file = Path(ours[SENTINEL_PASSWORD_FILE])
+        sentinel["credential_provider"] = FilePassword(ours.get(SENTINEL_USER, ""), file)
+    elif SENTINEL_USER in ours:
+        raise ValueError(f"{SENTINEL_USER} needs {SENTINEL_PASSWORD_FILE}")
+    return Target(kind, addresses, service, _replicas(ours.get(MIN_REPLICAS, "0")), arguments, sentinel)
+
+
+def _split_scheme(scheme: str) -> tuple[str, str]:
+    base, _, kind = scheme.partition("+")
+    if base not in ("redis", "rediss", "unix") or kind not in _KINDS or (base == "unix" and kind):
+        raise ValueError("it is not a redis://, rediss:// or unix:// URL")  # its text may hold a password
+    return base, _KINDS[kind]
+
+
+def _address(text: str, default_port: int) -> Address:
+    """HOST, HOST:PORT, [IPV6] or [IPV6]:PORT."""
+    try:
+        found = urlsplit(f"//{text}")
+        host, port = found.hostname, found.port
+    except ValueError:
+        host, port = None, None
+    if not host:
+        raise ValueError("the URL must list its servers as HOST:PORT,HOST:PORT")
+    return host, port or default_port
+
+
+def _service(kind: str, path: str, options: dict[str, str]) -> tuple[str, str]:
+    """(name of the master, path that is left: the database)"""
+    first, _, database = path.removeprefix("/").partition("/")
+    if kind == SENTINEL:
+        if not first or (database and not database.isdigit()):
+            raise ValueError("a URL of Sentinels ends in /NAME or /NAME/DATABASE; NAME is that of the master")
+        return unquote(first), f"/{database}" if database else ""
+    if first not in ("", "0") or database or options.get("db", "0") != "0":
+        raise ValueError("a Redis Cluster has database 0 only")
+    return "", ""
+
+
+def _replicas(text: str) -> int:
+    if not text.isdecimal() or int(text) > MAX_REPLICAS:
+        raise ValueError(f"{MIN_REPLICAS} must be a number from 0 to {MAX_REPLICAS}")
+    return int(text)
 
 
 def has_password(url: str) -> bool:

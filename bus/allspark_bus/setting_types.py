@@ -6,7 +6,6 @@ All of them validate at the edge; the ``ValueError`` says what a legal value loo
 import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 from pydantic_settings import NoDecode
@@ -17,7 +16,6 @@ from allspark_bus import redis_url
 # matmul_precision and of --dtype.
 WEIGHT_FORMATS = ("int8", "int4", "int4_g64", "int4_g32")
 Dtype = Literal["auto", "bf16", "fp16", "fp32", "int8", "int4", "int4_g64", "int4_g32"]
-_REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 class Metavar:
@@ -84,10 +82,7 @@ def zmq_endpoint(value: str) -> str:
 
 
 def checked_redis_url(value: str) -> str:
-    """Accept ``redis://``, ``rediss://`` (TLS) and ``unix://`` URLs with the options of ``redis_url``."""
-    parts = urlsplit(value)
-    if parts.scheme not in _REDIS_SCHEMES or not (parts.netloc or parts.path):
-        raise ValueError("it is not a redis://, rediss:// or unix:// URL")  # its text may hold a password
+    """Accept the URLs of one server, of Sentinels and of a cluster that ``redis_url`` describes."""
     redis_url.check(value)
     return value
 

@@ -119,7 +119,8 @@ class ProcessSettings(Settings):
 
     redis: Annotated[RedisUrl, Field(repr=False)] = "redis://127.0.0.1:6379/0"
     """Redis or Valkey that holds the ledger, the streams and the catalogue. With TLS and an ACL user:
-    rediss://USER@HOST:PORT/0?ssl_ca_certs=FILE&password_file=FILE."""
+    rediss://USER@HOST:PORT/0?ssl_ca_certs=FILE&password_file=FILE. With Sentinels:
+    redis+sentinel://HOST:PORT,HOST:PORT/NAME. A cluster: redis+cluster://HOST:PORT,HOST:PORT."""
     curve: Annotated[Path | None, Metavar("DIR")] = None
     """Directory of this process's CURVE keys (docs/security.md): ZeroMQ connections are encrypted, and
     brokers admit only keys that they know."""

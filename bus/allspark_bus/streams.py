@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from allspark_proto import records
 
 from allspark_bus import damage, keys
-from allspark_bus.node import Arg
+from allspark_bus.round_trip import Arg
 from allspark_bus.scripts import Script
 from allspark_bus.store import Store
 

@@ -1,30 +1,24 @@
-"""One subscription connection that wakes every parked reader of a process.
+"""Subscriptions that wake every parked reader of a process: one connection to each server that publishes.
 
 A channel has the name of the stream. Waking is a hint to look again, never the data, so a lost
 notification (a reconnect) is repaired by waking everybody. What is published is the id of the entry that
 was appended, `<tokens>-0` or `<tokens>-1` for the terminal one, or `released`.
+
+A cluster hands messages on to all its nodes, but without any guarantee; so each channel is listened to at the
+node that serves the stream and publishes, as with one server.
 """
 
 import asyncio
-import builtins
 import contextlib
-import logging
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 
-from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import ConnectionError, RedisError
-
 from allspark_bus import keys
-from allspark_bus.node import RETRY_FIRST_S, RETRY_MAX_S, pack
+from allspark_bus.node import Node
 from allspark_bus.store import Store
-
-log = logging.getLogger(__name__)
+from allspark_bus.subscription import Subscription
 
 LINGER_S = 5.0  # a channel stays subscribed this long after its last reader left
-PING_S = 5.0  # a silent connection is probed this often and given up after three times as long
-CONNECT_TIMEOUT_S = 10.0
 
 #: Called with what was published, or with b"" when a subscription (again) began: anything may have happened.
 Listener = Callable[[bytes], None]
@@ -37,11 +31,10 @@ class Wakeups:
         self._store = store
         self._listeners: dict[str, set[Listener]] = defaultdict(set)
         self._idle: dict[str, asyncio.TimerHandle] = {}
-        self._confirmed: set[str] = set()
-        self._outbox: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
-        self._heard_s = 0.0
-        self._task: asyncio.Task[None] | None = None
-        self._connected = False
+        self._subscriptions: dict[Node, Subscription] = {}
+        self._places: dict[str, Subscription | None] = {}  # of each channel; None: its node is not known yet
+        self._leavers: set[asyncio.Task[None]] = set()
+        store.on_change(self._follow)
 
     def join(self, rid: str, listener: Listener) -> None:
         """Calls the listener whenever the stream may have changed, and first when listening began.
@@ -49,14 +42,12 @@ class Wakeups:
         That first call can come before this returns.
         """
         channel = keys.stream(rid)
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
         if timer := self._idle.pop(channel, None):
             timer.cancel()
-        if not self._listeners[channel] and channel not in self._confirmed:
-            self._outbox.put_nowait(("SUBSCRIBE", channel))
         self._listeners[channel].add(listener)
-        if channel in self._confirmed:
+        if channel not in self._places:
+            self._place(channel)
+        elif (place := self._places[channel]) is not None and channel in place.confirmed:
             listener(b"")
 
     def leave(self, rid: str, listener: Listener) -> None:
@@ -85,78 +76,47 @@ class Wakeups:
         self._idle.pop(channel, None)
         if not self._listeners.get(channel):
             self._listeners.pop(channel, None)
-            self._confirmed.discard(channel)
-            self._outbox.put_nowait(("UNSUBSCRIBE", channel))
+            if (place := self._places.pop(channel, None)) is not None:
+                place.drop(channel)
 
-    async def _run(self) -> None:
-        delay = RETRY_FIRST_S
-        while True:
-            connection = self._store.new_connection()
-            try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await connection.connect()  # type: ignore[no-untyped-call]
-                delay = RETRY_FIRST_S
-                await self._serve(connection)
-            except (RedisError, OSError) as e:
-                log.warning("subscription connection lost (%s); reconnecting", e)
-            finally:
-                self._confirmed.clear()
-                with contextlib.suppress(RedisError, OSError):
-                    await connection.disconnect(nowait=True)
-            await asyncio.sleep(delay)  # back-off between attempts to reconnect
-            delay = min(delay * 2, RETRY_MAX_S)
+    def _place(self, channel: str) -> None:
+        """Listens to a channel where its stream is."""
+        node, before = self._store.home(channel), self._places.get(channel)
+        if before is not None and before.node is node:
+            return
+        if before is not None:
+            before.drop(channel)
+        place = None if node is None else self._subscription(node)
+        if place is not None:
+            place.add(channel)
+        self._places[channel] = place
 
-    async def _serve(self, connection: AbstractConnection) -> None:
-        while not self._outbox.empty():
-            self._outbox.get_nowait()
-        for channel in list(self._listeners):
-            self._outbox.put_nowait(("SUBSCRIBE", channel))
-        duties = [asyncio.create_task(self._send(connection)), asyncio.create_task(self._receive(connection))]
-        try:
-            done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
-            done.pop().result()
-        finally:
-            for duty in duties:
-                duty.cancel()
-            await asyncio.gather(*duties, return_exceptions=True)
+    def _subscription(self, node: Node) -> Subscription:
+        if node not in self._subscriptions:
+            self._subscriptions[node] = Subscription(node, self._tell, self._store.suspect)
+        return self._subscriptions[node]
 
-    async def _send(self, connection: AbstractConnection) -> None:
-        self._heard_s = time.monotonic()
-        commands: list[tuple[str, ...]]
-        while True:
-            try:
-                commands = [await asyncio.wait_for(self._outbox.get(), PING_S)]
-            except builtins.TimeoutError:
-                commands = [("PING",)]
-            # Watched here and not by a time-out of each read, which would cost more than the message.
-            if time.monotonic() - self._heard_s > 3 * PING_S:
-                raise ConnectionError(f"no answer to PING within {3 * PING_S:g} s")
-            while not self._outbox.empty():
-                commands.append(self._outbox.get_nowait())
-            await connection.send_packed_command(pack(commands), check_health=False)
-
-    async def _receive(self, connection: AbstractConnection) -> None:
-        while True:
-            message = await connection.read_response(disable_decoding=True)
-            self._heard_s = time.monotonic()
-            if not isinstance(message, list):
-                continue  # PONG; while nothing is subscribed it is a plain string, not a message
-            kind, channel = message[0], message[1].decode()
-            if kind == b"message":
-                self._tell(channel, message[2])
-            elif kind == b"subscribe" and channel in self._listeners:
-                self._confirmed.add(channel)
-                self._tell(channel, b"")
+    def _follow(self) -> None:
+        """Streams have moved to other nodes, or a node is another server now."""
+        for channel in list(self._places):
+            self._place(channel)
+        for node, subscription in list(self._subscriptions.items()):
+            if len(subscription):
+                subscription.follow()
+            else:
+                del self._subscriptions[node]
+                task = asyncio.get_running_loop().create_task(subscription.close())
+                self._leavers.add(task)
+                task.add_done_callback(self._leavers.discard)
 
     def _tell(self, channel: str, published: bytes) -> None:
         for listener in list(self._listeners.get(channel, ())):
             listener(published)
 
     async def close(self) -> None:
-        """Ends the subscription connection."""
+        """Ends the subscription connections."""
         for timer in self._idle.values():
             timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        self._places.clear()
+        closing = [subscription.close() for subscription in self._subscriptions.values()]
+        await asyncio.gather(*closing, *self._leavers)

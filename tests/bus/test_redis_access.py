@@ -75,7 +75,18 @@ async def opened(where: str) -> AsyncIterator[Store]:
 def test_the_acl_has_every_command_that_the_sources_use() -> None:
     scripts = "".join(path.read_text() for path in SOURCES.glob("lua/*.lua"))
     used = set(re.findall(r"redis\.p?call\(\s*[\"'](\w+)", scripts))
-    for name in ("node", "store", "scripts", "ledger", "streams", "catalogue", "wakeups"):
+    for name in (
+        "node",
+        "round_trip",
+        "cluster",
+        "store",
+        "subscription",
+        "scripts",
+        "ledger",
+        "streams",
+        "catalogue",
+        "wakeups",
+    ):
         used |= set(re.findall(r'\(\s*"([A-Z]{3,})"', (SOURCES / f"{name}.py").read_text()))
     assert {"XADD", "SUBSCRIBE", "SCAN", "ZCARD", "SADD"} <= used
     allowed = {command.partition("|")[0].upper() for command in acl.COMMANDS}
@@ -219,7 +230,10 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         ("http://:hunter2@h/0", "not a redis://"),
         ("redis://u:hunter2@h/0?password_file=/x", "a password and password_file"),
         ("redis://:hunter2@h/0?ssl_ca_certs=/x", "are for rediss://"),
-        ("rediss://:hunter2@h/0?ssl_ca_cert=/x", "unknown option ssl_ca_cert; known: db, password_file"),
+        (
+            "rediss://:hunter2@h/0?ssl_ca_cert=/x",
+            "unknown option ssl_ca_cert; known: db, min_replicas, password_file",
+        ),
     ],
 )
 def test_a_wrong_url_is_refused_without_its_password(text: str, said: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 from allspark_bus.ledger import Append, Ending, Entry, Ledger, Ttl, now_ms
-from allspark_bus.node import pack
+from allspark_bus.round_trip import pack
 from allspark_bus.store import Store
 from allspark_bus.wakeups import Wakeups
 
@@ -91,12 +91,12 @@ async def test_a_subscription_that_fell_silent_is_replaced(
     valkey, wakeups: Wakeups, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # type: ignore[no-untyped-def]
     """A store that hangs keeps its connections open; parked readers must not wait for ever."""
-    monkeypatch.setattr("allspark_bus.wakeups.PING_S", 0.05)
+    monkeypatch.setattr("allspark_bus.subscription.PING_S", 0.05)
     heard = listening(wakeups)
     await hear(heard)
     valkey.process.send_signal(signal.SIGSTOP)
     try:
-        while wakeups._confirmed:
+        while any(s.confirmed for s in wakeups._subscriptions.values()):
             await asyncio.sleep(0.001)  # until the silence has lasted three PINGs
     finally:
         valkey.process.send_signal(signal.SIGCONT)
@@ -111,7 +111,7 @@ async def test_an_idle_connection_without_subscriptions_survives_its_probes(
     store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer to PING has another form while nothing is subscribed; it once ended the task for good."""
-    monkeypatch.setattr("allspark_bus.wakeups.PING_S", 0.01)
+    monkeypatch.setattr("allspark_bus.subscription.PING_S", 0.01)
     monkeypatch.setattr("allspark_bus.wakeups.LINGER_S", 0.0)
     wakeups = Wakeups(store)
     heard: asyncio.Queue[bytes] = asyncio.Queue()
@@ -119,7 +119,7 @@ async def test_an_idle_connection_without_subscriptions_survives_its_probes(
     await hear(heard)
     wakeups.leave(RID, heard.put_nowait)
     probes = asyncio.Event()
-    monkeypatch.setattr("allspark_bus.wakeups.pack", _counting(5, probes))
+    monkeypatch.setattr("allspark_bus.subscription.pack", _counting(5, probes))
     await asyncio.wait_for(probes.wait(), 10)
 
     again = listening(wakeups)
