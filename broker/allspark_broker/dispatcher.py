@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 
 from allspark_bus import damage
 from allspark_bus.errors import Damaged
@@ -204,27 +204,3 @@ class Dispatcher:
                 queue.remove(waiting.request_id)
                 ending = Ending(pb.GenerateInterrupted, "deadline", "its deadline passed while it was queued")
                 await self._ledger.finish(waiting.request_id, ending)
-
-    async def adopt_orphans(self, models: Iterable[str], suspects: dict[str, int]) -> dict[str, int]:
-        """Claims open requests that nobody has: not queued here, and not held by any live worker.
-
-        `suspects` maps ids to the epoch that the previous call saw them orphaned with; only those still
-        orphaned at the same epoch are claimed, so that what is just moving is left alone. Returns the next
-        suspects. This is how a new broker takes over from a dead one.
-        """
-        orphans: dict[str, int] = {}
-        for model in models:
-            for rid in await self._ledger.open_requests(model):
-                if rid in self.queues[model] or self._table.holding(rid) is not None:
-                    continue
-                entry: Entry | None = None
-                async with self._ends_damaged(rid):
-                    entry = await self._ledger.load(rid)
-                if entry is None:  # ended, perhaps just now
-                    await self._ledger.drop_from_index(rid, model)
-                elif suspects.get(rid) == entry.epoch:
-                    log.info("request %s has no owner; taking it over", rid)
-                    await self.claim(rid, entry.epoch)
-                else:
-                    orphans[rid] = entry.epoch
-        return orphans

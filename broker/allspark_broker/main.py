@@ -17,6 +17,7 @@ from allspark_bus import sockets
 from allspark_bus.catalogue import Catalogue
 from allspark_bus.errors import FleetError, MalformedMessage, StoreUnavailable
 from allspark_bus.ledger import Ledger, Ttl
+from allspark_bus.presence import Presence
 from allspark_bus.store import Store
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
@@ -31,6 +32,7 @@ from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.fleet_view import EngineStats
 from allspark_broker.lifecycle import Lifecycle
 from allspark_broker.links import ClientLink, WorkerLink
+from allspark_broker.orphans import ATTEND_S, TTL_S, Orphans
 from allspark_broker.requests import Requests
 from allspark_broker.settings import BrokerSettings
 from allspark_broker.takeover import Takeover
@@ -41,11 +43,13 @@ log = logging.getLogger(__name__)
 
 MAX_CALLS = 20_000  # envelopes in progress at once; one more is denied
 GOODBYE = "said goodbye"
+GOODBYE_S = 1.0
 STORE_PATIENCE_S = 5.0  # less than a gateway waits, so that its caller learns what is wrong
 PROGRESS_S = 0.4  # a call that takes longer tells its client so, this often
 REAP_S = 0.25
 REFRESH_S = 1.0
 SWEEP_S = 60.0
+STALL_S = 1.0  # a duty that comes so late says that this process did not run
 
 
 @dataclass(slots=True)
@@ -72,7 +76,7 @@ class Broker:
         self._link = WorkerLink(self._backend, self.broker_id)
         self._store = Store(settings.redis, patience_s=STORE_PATIENCE_S)
         ttl = Ttl(int(settings.result_ttl_s * 1000), int(settings.tombstone_ttl_s * 1000))
-        self._ledger = Ledger(self._store, ttl)
+        self._ledger = Ledger(self._store, ttl, self.broker_id)
         self._table = WorkerTable(settings.worker_timeout_s, time.monotonic)
         affinity = PrefixAffinity(lambda model: self._lifecycle.models.get(model), time.monotonic)
         self._dispatcher = Dispatcher(self._ledger, self._table, self._link, settings.max_queue, affinity)
@@ -108,7 +112,15 @@ class Broker:
         self._in_progress: dict[tuple[bytes, str], _InProgress] = {}
         self._answers: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._suspects: dict[str, int] = {}
+        self._orphans = Orphans(
+            self.broker_id,
+            self._ledger,
+            self._dispatcher,
+            self._table,
+            Presence(self._store, self.broker_id, TTL_S),
+            self._ask_workers,
+        )
+        self._awake_s = time.monotonic()
         self._stopped = asyncio.Event()
 
     def _bind(self, endpoint: str, door: str, max_message_bytes: int) -> tuple[zmq.asyncio.Socket, str]:
@@ -132,7 +144,7 @@ class Broker:
             self._every(PROGRESS_S, self._show_progress),
             self._every(REAP_S, self._reap),
             self._every(REFRESH_S, self._refresh),
-            self._every(self._settings.worker_timeout_s, self._adopt),
+            self._every(ATTEND_S, self._attend),
             self._every(SWEEP_S, self._sweep),
         ]
         running = [asyncio.ensure_future(loop) for loop in loops]
@@ -147,6 +159,7 @@ class Broker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._say_goodbye()
             self._takeover.close()
             self._access.close()
             await self._store.close()
@@ -168,6 +181,10 @@ class Broker:
         if self._answers:
             await asyncio.wait(self._answers, timeout=min(self._settings.drain_s, 2.0))
 
+    async def _say_goodbye(self) -> None:
+        with contextlib.suppress(FleetError, TimeoutError):
+            await asyncio.wait_for(self._orphans.leave(), GOODBYE_S)  # else others notice its silence
+
     async def _every(self, interval_s: float, duty: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(interval_s)
@@ -175,6 +192,7 @@ class Broker:
                 await duty()
             except (FleetError, RedisError) as e:
                 log.warning("%s: %s", getattr(duty, "__name__", duty), e)
+                self._orphans.hurry()  # a claim may have been cut off
 
     # ---- clients ----------------------------------------------------------------------------------
 
@@ -242,6 +260,7 @@ class Broker:
             await work
         except FleetError as e:
             log.warning("a worker's message could not be handled: %s", e.reason)
+            self._orphans.hurry()
         except Exception:
             log.exception("a worker's message could not be handled")
 
@@ -305,6 +324,10 @@ class Broker:
         for worker in self._table:
             await self._link.send(worker.worker_id, fleet.ToWorker(reconcile=fleet.Reconcile()))
 
+    async def _ask_workers(self) -> None:
+        for worker in self._table:
+            await self._link.send(worker.worker_id, fleet.ToWorker(reannounce=fleet.Reannounce()))
+
     async def _drain_fleet(self) -> None:
         for worker in self._table:
             await self._link.send(worker.worker_id, fleet.ToWorker(drain=fleet.Drain()))
@@ -312,13 +335,23 @@ class Broker:
 
     # ---- periodic duties --------------------------------------------------------------------------
 
+    def _notice_stall(self) -> None:
+        """A broker that was stopped for a while must not take its own silence for that of its workers."""
+        now = time.monotonic()
+        gap_s, self._awake_s = now - self._awake_s, now
+        if gap_s > max(STALL_S, 2 * self._settings.heartbeat_s):
+            log.warning("this broker did not run for %.1f s", gap_s)
+            self._table.excuse(gap_s)
+
     async def _beat(self) -> None:
+        self._notice_stall()
         for worker in self._table:
             beat = fleet.ToWorker(heartbeat=fleet.BrokerHeartbeat())
             if not await self._link.send(worker.worker_id, beat):
                 worker.unreachable += 1
 
     async def _reap(self) -> None:
+        self._notice_stall()
         for worker in self._table.dead():
             await self._bury(worker.worker_id, "is dead")
         for worker, flight in self._table.unacknowledged(self._settings.ack_timeout_s):
@@ -331,9 +364,8 @@ class Broker:
         await self._lifecycle.refresh()
         await self._takeover.look()
 
-    async def _adopt(self) -> None:
-        models = list(self._lifecycle.models)
-        self._suspects = await self._dispatcher.adopt_orphans(models, self._suspects)
+    async def _attend(self) -> None:
+        await self._orphans.attend(list(self._lifecycle.models), self._settings.worker_timeout_s)
 
     async def _sweep(self) -> None:
         await self._ledger.sweep_tenants()

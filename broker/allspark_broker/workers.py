@@ -104,6 +104,13 @@ class WorkerTable:
         worker.last_seen_s = self._clock()
         worker.unreachable = 0
 
+    def excuse(self, seconds: float) -> None:
+        """This process did not run for so long: who could not be heard meanwhile was not silent."""
+        for worker in self._workers.values():
+            worker.last_seen_s += seconds
+            for flight in worker.flights.values():
+                flight.sent_s += seconds
+
     def remove(self, worker_id: str) -> Worker | None:
         """Forgets a worker; its flights are the caller's to settle."""
         return self._workers.pop(worker_id, None)

@@ -1,6 +1,9 @@
 """Every Redis key of the fleet. The braces make all keys of one request share a cluster slot."""
 
 MODELS = "as:models"
+BROKERS = "as:brokers"
+"""Sorted set: ids of brokers, by the time in ms when they last said that they live."""
+TAG_CHARS = 12
 
 
 def request_id(tenant: str, uuid: str) -> str:
@@ -25,15 +28,30 @@ def stream(rid: str) -> str:
 
 
 def open_requests(model: str) -> str:
-    """Sorted set: ids of requests of a model that have not ended, by creation time in ms."""
+    """Sorted set: index entries of requests of a model that have not ended, by creation time in ms."""
     return f"as:open:{model}"
 
 
 def tenant_requests(tenant: str) -> str:
-    """Set: ids of a tenant's requests that have not been released."""
+    """Set: index entries of a tenant's requests that have not been released."""
     return f"as:tenant:{tenant}"
 
 
 def model(name: str) -> str:
     """Hash: the catalogue record of a model."""
     return f"as:model:{name}"
+
+
+def index_entry(rid: str, tag: str) -> str:
+    """How an index names a request. The tag is new for every admission of a uuid.
+
+    So whoever removes the entry of a request that ended cannot remove the one of its successor.
+    """
+    return f"{tag} {rid}" if tag else rid
+
+
+def split_index_entry(entry: str) -> tuple[str, str]:
+    """(request id, tag); no tag in entries from before there were any."""
+    tag, space, rid = entry.partition(" ")
+    is_tagged = space and len(tag) == TAG_CHARS and "/" not in tag
+    return (rid, tag) if is_tagged else (entry, "")

@@ -3,9 +3,11 @@
 Every change is one script on the request's own two keys. The two indexes (open requests of a model,
 requests of a tenant) live under other keys: an entry is added before the ledger record exists and removed
 after it ended, so an index can hold too much for a moment, never too little; readers check the ledger.
+An entry belongs to one admission of a uuid and not to the next (`keys.index_entry`).
 """
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,6 +93,15 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """Who has an open request: its worker ("": it waits), and the broker that answers for it."""
+
+    epoch: int
+    worker: str
+    broker: str
+
+
+@dataclass(frozen=True, slots=True)
 class Append:
     """One append of a step: `tokens` start at `position`; `ending` makes it the terminal record.
 
@@ -109,10 +120,14 @@ class Append:
 class Ledger:
     """Typed access to the scripts."""
 
-    def __init__(self, store: Store, ttl: Ttl | None = None) -> None:
-        """`ttl` is promised to the requests that are admitted here; who admits none needs none."""
+    def __init__(self, store: Store, ttl: Ttl | None = None, broker: str = "") -> None:
+        """`ttl` is promised to the requests that are admitted here; who admits none needs none.
+
+        `broker` answers for the requests that are admitted, dispatched or claimed here.
+        """
         self._store = store
         self._ttl = ttl or Ttl()
+        self._broker = broker
 
     async def admit(self, entry: Entry, digest: bytes, sent_ms: int = 0) -> Admission:
         """Records a request and indexes it, or finds the one that is there already.
@@ -120,11 +135,12 @@ class Ledger:
         `sent_ms` is when the call was first sent (0: not known).
         """
         tenant, _ = keys.split_request_id(entry.request_id)
-        rid = entry.request_id
+        rid, tag = entry.request_id, os.urandom(keys.TAG_CHARS // 2).hex()
+        member = keys.index_entry(rid, tag)
         *_, reply = await self._store.in_order(
             [
-                ("SADD", keys.tenant_requests(tenant), rid),
-                ("ZADD", keys.open_requests(entry.model), "NX", entry.created_ms, rid),
+                ("SADD", keys.tenant_requests(tenant), member),
+                ("ZADD", keys.open_requests(entry.model), entry.created_ms, member),
             ],
             [
                 ADMIT.command(
@@ -141,24 +157,24 @@ class Ledger:
                         self._ttl.result_ms,
                         self._ttl.tombstone_ms,
                         sent_ms,
+                        tag,
+                        self._broker,
                     ],
                 )
             ],
         )
+        if _text(reply[3]) != tag:  # else this very call recorded it, even if its first answer was lost
+            await self._store.batch(
+                [
+                    ("ZREM", keys.open_requests(entry.model), member),
+                    ("SREM", keys.tenant_requests(tenant), member),
+                ]
+            )
         with damage.named(f"request {rid}"):
             admission = Admission(_text(reply[0]), int(reply[1]), _text(reply[2]))
         if admission.outcome != "new":
-            await self._unindex_if_wrong(rid, entry.model)
             await self._store.replicated(keys.request(rid))  # by whoever wrote it
         return admission
-
-    async def _unindex_if_wrong(self, rid: str, model: str) -> None:
-        state, owner = await self._store.command("HMGET", keys.request(rid), "st", "md")
-        if state != b"open" or _text(owner) != model:
-            await self._store.command("ZREM", keys.open_requests(model), rid)
-        if state in (None, b"released"):
-            tenant, _ = keys.split_request_id(rid)
-            await self._store.command("SREM", keys.tenant_requests(tenant), rid)
 
     async def advance(self, rid: str, expected_epoch: int, worker: str, *, died: bool = False) -> Advance:
         """Dispatches (worker given) or claims (worker "") by raising the epoch; `died` counts a death.
@@ -167,7 +183,7 @@ class Ledger:
         """
         with damage.named(f"request {rid}"):
             reply = await self._store.script(
-                ADVANCE, [keys.request(rid)], [expected_epoch, worker, 1 if died else 0]
+                ADVANCE, [keys.request(rid)], [expected_epoch, worker, 1 if died else 0, self._broker]
             )
             return Advance(_text(reply[0]), int(reply[1]), _text(reply[2]), int(reply[3]), int(reply[4]))
 
@@ -181,15 +197,15 @@ class Ledger:
         for a, reply in zip(appends, replies, strict=True):
             if isinstance(reply, Damaged):
                 await self.condemn(a.request_id, reply.reason)
-        answers = [(DAMAGED, 0) if isinstance(r, Damaged) else (int(r[0]), int(r[1])) for r in replies]
-        terminal = [(a, code) for a, (code, _) in zip(appends, answers, strict=True) if a.ending is not None]
+        replies = [(DAMAGED, 0) if isinstance(r, Damaged) else r for r in replies]
         # Not before the answers: a refused zombie must not hide a request that goes on elsewhere.
-        ended = [a for a, code in terminal if code == APPENDED]
-        await self._store.batch([("ZREM", keys.open_requests(a.model), a.request_id) for a in ended])
-        for a, code in terminal:
-            if code == CLOSED:  # perhaps by this very append, if its first answer was lost
-                await self._unindex_if_wrong(a.request_id, a.model)
-        return answers
+        ended = [
+            ("ZREM", keys.open_requests(a.model), keys.index_entry(a.request_id, _text(reply[2])))
+            for a, reply in zip(appends, replies, strict=True)
+            if a.ending is not None and int(reply[0]) in (APPENDED, CLOSED)
+        ]
+        await self._store.batch(ended)
+        return [(int(code), int(n)) for code, n, *_ in replies]
 
     def _append_command(self, a: Append) -> tuple[Arg, ...]:
         end = a.ending
@@ -215,9 +231,10 @@ class Ledger:
         reply = await self._store.script(
             FINISH, _keys(rid), [ending.status, ending.reason, ending.message, now_ms()]
         )
-        if reply[2]:
-            await self._store.command("ZREM", keys.open_requests(_text(reply[2])), rid)
-        return _text(reply[0]), _text(reply[1])
+        outcome, worker, model, tag = map(_text, reply)
+        if model:
+            await self._store.command("ZREM", keys.open_requests(model), keys.index_entry(rid, tag))
+        return outcome, worker
 
     async def condemn(self, rid: str, why: str) -> None:
         """Ends a request whose record is damaged, whatever is left of it."""
@@ -227,17 +244,16 @@ class Ledger:
     async def release(self, rid: str) -> tuple[str, str, bool]:
         """Forgets a request: ("ok"|"released"|"unknown", worker that held it or "", was it open)."""
         reply = await self._store.script(RELEASE, _keys(rid), [now_ms()])
-        outcome, worker, model, state = map(_text, reply)
+        outcome, worker, model, state, tag = map(_text, reply)
         tenant, _ = keys.split_request_id(rid)
-        if outcome == "ok":
+        if outcome != "unknown":  # "released": perhaps by somebody who died before these lines
+            member = keys.index_entry(rid, tag)
             await self._store.batch(
                 [
-                    ("ZREM", keys.open_requests(model), rid),
-                    ("SREM", keys.tenant_requests(tenant), rid),
+                    ("ZREM", keys.open_requests(model), member),
+                    ("SREM", keys.tenant_requests(tenant), member),
                 ]
             )
-        elif outcome == "released":  # perhaps by somebody who died before the lines above
-            await self._store.command("SREM", keys.tenant_requests(tenant), rid)
         return outcome, worker, state == "open"
 
     async def load(self, rid: str) -> Entry | None:
@@ -258,19 +274,33 @@ class Ledger:
 
     async def open_requests(self, model: str) -> list[str]:
         """Ids of the model's open requests, oldest first; may name some that just ended."""
-        return [_text(r) for r in await self._store.command("ZRANGE", keys.open_requests(model), 0, -1)]
+        return list(dict.fromkeys([rid for rid, _ in await self.open_entries(model)]))
+
+    async def open_entries(self, model: str) -> list[tuple[str, str]]:
+        """(id, tag) of every entry in the index of the model's open requests, oldest first."""
+        found = await self._store.command("ZRANGE", keys.open_requests(model), 0, -1)
+        return [keys.split_index_entry(_text(r)) for r in found]
+
+    async def holders(self, entries: Sequence[tuple[str, str]]) -> list[Holder | Damaged | None]:
+        """Who has each request of an index; None for an entry whose request has ended."""
+        fields = ("st", "ix", "ep", "wk", "br")
+        found = await self._store.outcomes([("HMGET", keys.request(rid), *fields) for rid, _ in entries])
+        return [_holder(rid, tag, record) for (rid, tag), record in zip(entries, found, strict=True)]
 
     async def num_open(self, model: str) -> int:
         """How many requests of the model are open."""
         return int(await self._store.command("ZCARD", keys.open_requests(model)))
 
-    async def drop_from_index(self, rid: str, model: str) -> None:
-        """Removes an index entry whose request is found to have ended."""
-        await self._store.command("ZREM", keys.open_requests(model), rid)
+    async def drop_from_index(self, model: str, entries: Sequence[tuple[str, str]]) -> None:
+        """Removes entries of the index of the model's open requests."""
+        if entries:
+            members = [keys.index_entry(rid, tag) for rid, tag in entries]
+            await self._store.command("ZREM", keys.open_requests(model), *members)
 
     async def tenant_requests(self, tenant: str) -> list[str]:
         """Ids of the tenant's requests that have not been released; may name some that expired."""
-        return [_text(r) for r in await self._store.command("SMEMBERS", keys.tenant_requests(tenant))]
+        found = await self._store.command("SMEMBERS", keys.tenant_requests(tenant))
+        return list({keys.split_index_entry(_text(r))[0] for r in found})
 
     async def num_unreleased(self, model: str, tenant: str) -> int:
         """How many of a tenant's requests of a model are still in the ledger."""
@@ -284,12 +314,18 @@ class Ledger:
 
     async def _sweep(self, index: str) -> int:
         try:
-            rids = [_text(r) for r in await self._store.command("SMEMBERS", index)]
+            members = [_text(m) for m in await self._store.command("SMEMBERS", index)]
         except Damaged as e:
             log.error("the index %s of a tenant's requests is not swept: %s", index, e.reason)
             return 0
-        states = await self._store.outcomes([("HGET", keys.request(r), "st") for r in rids])
-        gone = [r for r, st in zip(rids, states, strict=True) if st in (None, b"released")]
+        entries = [keys.split_index_entry(m) for m in members]
+        found = await self._store.outcomes([("HMGET", keys.request(rid), "st", "ix") for rid, _ in entries])
+        gone = [
+            member
+            for member, (_, tag), record in zip(members, entries, found, strict=True)
+            if not isinstance(record, Damaged)
+            and (record[0] in (None, b"released") or not _is_of(record[1], tag))
+        ]
         if gone:
             await self._store.command("SREM", index, *gone)
         return len(gone)
@@ -315,6 +351,24 @@ def _entry(rid: str, h: Sequence[bytes]) -> Entry:
     return Entry(
         rid, h[1].decode(), epoch, h[3].decode(), body, created_ms, deadline_ms, priority, num_tokens, deaths
     )
+
+
+def _holder(rid: str, tag: str, record: Sequence[bytes] | Damaged) -> Holder | Damaged | None:
+    if isinstance(record, Damaged):
+        return record
+    state, found, epoch, worker, broker = record
+    if state != b"open" or not _is_of(found, tag):
+        return None
+    try:
+        with damage.named(f"request {rid}"):
+            return Holder(int(epoch), worker.decode(), _text(broker or b""))
+    except Damaged as error:
+        return error
+
+
+def _is_of(found: bytes | None, tag: str) -> bool:
+    """Whether an index entry with this tag belongs to the record that has, or should have, `found` in it."""
+    return found is None or _text(found) == tag
 
 
 def _keys(rid: str) -> list[str]:

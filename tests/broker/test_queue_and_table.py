@@ -54,6 +54,18 @@ def announce(*held: tuple[str, int], capacity: int = 2, state: str = "running") 
     )
 
 
+def test_silence_during_the_brokers_own_stall_does_not_count() -> None:
+    clock = Clock()
+    table = WorkerTable(1.0, clock)
+    worker, _ = table.announce("w", announce())
+    worker.flights["r"] = Flight("r", "m", 1, clock())
+    clock.now = 8.0
+    table.excuse(7.5)
+    assert not table.dead() and not table.unacknowledged(1.0)
+    clock.now = 9.0
+    assert table.dead() == [worker] and table.unacknowledged(1.0) == [(worker, worker.flights["r"])]
+
+
 def test_busy_and_idle_workers_expire_alike() -> None:
     clock = Clock()
     table = WorkerTable(1.0, clock)

@@ -1,9 +1,10 @@
 """The protocol of ledger and streams, model-checked: a plain Python model against the real scripts in Valkey.
 
 Hypothesis explores interleavings of admission, dispatch, claim, append (also by zombies, repeated or out of
-place), stop, release, expiry and reads whose answers are lost. The model says what each step must answer;
-after every step the raw keys must hold. Time is simulated: a tick moves every time stamp and TTL that the
-scripts left back by as much, and all periods are far longer than the test takes.
+place), stop, release, expiry, index entries that are removed late, and reads whose answers are lost. The
+model says what each step must answer; after every step the raw keys must hold. Time is simulated: a tick
+moves every time stamp and TTL that the scripts left back by as much, and all periods are far longer than the
+test takes.
 
 ALLSPARK_MODEL_EXAMPLES=5000 explores longer, with new seeds each time; a failure prints its steps.
 """
@@ -11,13 +12,23 @@ ALLSPARK_MODEL_EXAMPLES=5000 explores longer, with new seeds each time; a failur
 import asyncio
 import os
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
 from allspark_bus import keys
-from allspark_bus.ledger import APPENDED, CLOSED, GAP, STALE, Append, Ending, Entry, Ledger, Ttl, now_ms
-from allspark_bus.store import Store
+from allspark_bus.ledger import (
+    APPENDED,
+    CLOSED,
+    GAP,
+    STALE,
+    Append,
+    Ending,
+    Entry,
+    Holder,
+    Ledger,
+    Ttl,
+    now_ms,
+)
 from allspark_bus.streams import Streams
 from allspark_proto import records
 from hypothesis import HealthCheck, settings
@@ -30,6 +41,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.bus.protocol_parts import Reader, Session, SlowStore, token
 from tests.conftest import ValkeyProcess
 
 RID = "default/u"
@@ -41,43 +53,19 @@ MAX_DEATHS = 2
 LONG_RUN = int(os.environ.get("ALLSPARK_MODEL_EXAMPLES", "0"))
 
 workers = st.sampled_from(["w1", "w2"])
+brokers = st.sampled_from(["b1", "b2"])
 picks = st.integers(0, 1 << 16)
-
-
-@dataclass
-class Session:
-    """A worker that was handed the request: it goes on appending until the ledger tells it otherwise."""
-
-    life: int
-    epoch: int
-    worker: str
-    published: int
-
-
-@dataclass
-class Reader:
-    """A client of the server-side cursor; `arrived` is the last call whose answer reached it."""
-
-    received: list[int] = field(default_factory=list)
-    arrived: str = ""
-    reserved_by: str = ""
-    reserved_ms: int = 0
-    has_read: bool = False
-    was_told: bool = False
-
-
-def token(life: int, position: int) -> int:
-    """As with the real engine, a pure function of the request and the position, whoever generates it."""
-    return life * 10_000 + position
 
 
 class Protocol(RuleBasedStateMachine):
     """One uuid through any number of lives: admitted, ended, released, admitted again."""
 
-    def __init__(self, runner: asyncio.Runner, store: Store) -> None:
+    def __init__(self, runner: asyncio.Runner, store: SlowStore) -> None:
         super().__init__()
         self._runner, self.store = runner, store
+        self.ledgers = {b: Ledger(store, TTL, b) for b in ("b1", "b2")}
         self.ledger, self.streams = Ledger(store, TTL), Streams(store, reservation_ms=RESERVATION_MS)
+        self.broker = ""  # that answers for the request
         self.now = 0
         self.state, self.life, self.epoch, self.worker, self.deaths = "absent", 0, 0, "", 0
         self.tokens: list[int] = []
@@ -93,7 +81,14 @@ class Protocol(RuleBasedStateMachine):
 
     @initialize()
     def an_empty_store(self) -> None:
+        self.store.is_slow, self.store.late = False, []
         self.do(self.store.command("FLUSHALL"))
+
+    @rule(is_slow=st.booleans())
+    def index_removals(self, is_slow: bool) -> None:
+        """They are kept back from now on, or arrive."""
+        self.do(self.store.catch_up())
+        self.store.is_slow = is_slow
 
     @property
     def is_expired(self) -> bool:
@@ -101,10 +96,15 @@ class Protocol(RuleBasedStateMachine):
 
     # What brokers do
 
-    @rule(worker=st.sampled_from(["", "w1", "w2"]), digest=st.sampled_from([b"d1", b"d1", b"d2"]))
-    def admit(self, worker: str, digest: bytes) -> None:
+    @rule(
+        worker=st.sampled_from(["", "w1", "w2"]),
+        broker=brokers,
+        digest=st.sampled_from([b"d1", b"d1", b"d2"]),
+    )
+    def admit(self, worker: str, broker: str, digest: bytes) -> None:
+        ledger = self.ledgers[broker]
         entry = Entry(RID, MODEL, 1 if worker else 0, worker, b"body", now_ms(), 0, 0, 0, 0)
-        admission = self.do(self.ledger.admit(entry, digest))
+        admission = self.do(ledger.admit(entry, digest))
         if self.state in ("open", "ended"):
             expected = "same" if digest == self.digest else "conflict"
             assert (admission.outcome, admission.epoch) == (expected, self.epoch)
@@ -112,48 +112,51 @@ class Protocol(RuleBasedStateMachine):
         assert (admission.outcome, admission.worker) == ("new", worker)
         assert admission.epoch > self.highest, "an epoch of an earlier life is valid again"
         # The reply may be lost and the same admission sent again.
-        again = self.do(self.ledger.admit(entry, digest))
+        again = self.do(ledger.admit(entry, digest))
         assert (again.outcome, again.epoch) == ("same", admission.epoch)
         self.state, self.life, self.digest = "open", self.life + 1, digest
         self.epoch = self.highest = admission.epoch
         self.worker, self.deaths, self.tokens, self.reader = worker, 0, [], Reader()
+        self.broker = broker
         self.seen.append(self.epoch)
         if worker:
             self.sessions.append(Session(self.life, self.epoch, worker, 0))
 
-    @rule(worker=workers, pick=picks)
-    def dispatch(self, worker: str, pick: int) -> None:
+    @rule(worker=workers, broker=brokers, pick=picks)
+    def dispatch(self, worker: str, broker: str, pick: int) -> None:
         """By any broker, with whatever epoch it has seen last."""
-        if self._advance(self.seen[-1 - pick % min(4, len(self.seen))], worker, died=False):
+        if self._advance(self.seen[-1 - pick % min(4, len(self.seen))], worker, broker, died=False):
             assert self.do(self.ledger.tokens(RID)) == self.tokens, "what the worker continues from"
             self.sessions.append(Session(self.life, self.epoch, worker, len(self.tokens)))
 
-    @rule(pick=picks, died=st.booleans())
-    def claim(self, pick: int, died: bool) -> None:
+    @rule(broker=brokers, pick=picks, died=st.booleans())
+    def claim(self, broker: str, pick: int, died: bool) -> None:
         """A worker refused, said goodbye, or (`died`) was silent for too long: it may yet wake up."""
-        if not self._advance(self.seen[-1 - pick % min(4, len(self.seen))], "", died=died):
+        if not self._advance(self.seen[-1 - pick % min(4, len(self.seen))], "", broker, died=died):
             return
         if died and self.deaths >= MAX_DEATHS:
             self._finish(Ending(4, "poison"))
 
-    def _advance(self, expected: int, worker: str, *, died: bool) -> bool:
+    def _advance(self, expected: int, worker: str, broker: str, *, died: bool) -> bool:
         """Returns whether the caller may act on it."""
-        got = self.do(self.ledger.advance(RID, expected, worker, died=died))
+        ledger = self.ledgers[broker]
+        got = self.do(ledger.advance(RID, expected, worker, died=died))
         if self.state != "open":
             assert got.outcome == "gone"
             return False
-        is_repeated = expected + 1 == self.epoch and worker == self.worker
+        is_repeated = (expected + 1, worker, broker) == (self.epoch, self.worker, self.broker)
         if expected != self.epoch and not is_repeated:
             assert (got.outcome, got.epoch) == ("stale", self.epoch)
             self.seen.append(got.epoch)
             return False
         if not is_repeated:
             self.epoch, self.worker, self.deaths = self.epoch + 1, worker, self.deaths + died
+            self.broker = broker
             self.highest = self.epoch
             self.seen.append(self.epoch)
         answer = ("ok", self.epoch, worker, self.deaths, len(self.tokens))
         assert (got.outcome, got.epoch, got.worker, got.deaths, got.num_tokens) == answer
-        again = self.do(self.ledger.advance(RID, expected, worker, died=died))
+        again = self.do(ledger.advance(RID, expected, worker, died=died))
         assert again == got, "a repeat after a lost reply answers the same and counts no second death"
         return True
 
@@ -352,9 +355,13 @@ class Protocol(RuleBasedStateMachine):
         assert len(terminal) == (self.state == "ended") and terminal == [r for _, r in found[-1:] if terminal]
         if self.state == "open":
             assert await self.ledger.open_requests(MODEL) == [RID], "whoever looks for orphans finds it"
+            assert await self.ledger.tenant_requests("default") == [RID]
+            found = await self.ledger.holders(await self.ledger.open_entries(MODEL))
+            assert [h for h in found if h is not None] == [Holder(self.epoch, self.worker, self.broker)]
 
     def teardown(self) -> None:
         """However it went: it ends, its reader gets the rest once, and nothing of it stays."""
+        self.do(self.store.catch_up())
         if self.state in ("open", "ended") and not self.is_expired:
             self.stop()
             self.tick(5)
@@ -366,6 +373,7 @@ class Protocol(RuleBasedStateMachine):
         self.tick(140)
         assert self.do(self.store.command("KEYS", keys.request("*"))) == []
         assert self.do(self.store.command("KEYS", keys.stream("*"))) == []
+        assert self.do(self.ledger.open_entries(MODEL)) == []
         super().teardown()
 
 
@@ -386,5 +394,5 @@ def test_no_interleaving_loses_doubles_or_mixes_tokens(valkey: ValkeyProcess) ->
             runner.run(store.close())
 
 
-async def _open(url: str) -> Store:
-    return Store(url)
+async def _open(url: str) -> SlowStore:
+    return SlowStore(url)

@@ -187,7 +187,7 @@ class _Run:
 
 
 async def _leftovers(store: Store) -> list[str]:
-    allowed = {keys.MODELS, keys.model(MODEL)}
+    allowed = {keys.MODELS, keys.BROKERS, keys.model(MODEL)}
     found = {k.decode() for k in await store.command("KEYS", "*")} - allowed
     tombstones = {k for k in found if k.startswith("as:req:")}
     states = await store.batch([("HGET", k, "st") for k in sorted(tombstones)])

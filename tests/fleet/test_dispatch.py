@@ -137,7 +137,7 @@ async def test_redis_holds_nothing_after_release(fleet_: MiniFleet) -> None:
         await fleet_.call(release_request=pb.StopRequestRequest(uuid=f"u{i}"))
     left = {k.decode() for k in await fleet_.store.command("KEYS", "as:*")}
     tombstones = {keys.request(f"default/u{i}") for i in range(20)}
-    assert left - tombstones == {keys.MODELS, keys.model("m")}
+    assert left - tombstones == {keys.MODELS, keys.BROKERS, keys.model("m")}
     for key in tombstones:
         assert (await fleet_.store.command("HGETALL", key))[:3] == [b"st", b"released", b"ep"]
         assert await fleet_.store.command("PTTL", key) > 0

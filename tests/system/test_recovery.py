@@ -52,7 +52,7 @@ async def assert_clean(fleet: Fleet) -> None:
     store = Store(fleet.redis_url)
     left = [k.decode() for k in await store.command("KEYS", "as:*")]
     rest = [k for k in left if not k.startswith("as:req:")]
-    assert sorted(rest) == [keys.model("smollm2"), keys.MODELS]
+    assert sorted(rest) == [keys.BROKERS, keys.model("smollm2"), keys.MODELS]
     for key in set(left) - set(rest):
         assert (await store.command("HGETALL", key))[:3] == [b"st", b"released", b"ep"]
     await store.close()

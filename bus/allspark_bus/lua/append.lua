@@ -1,9 +1,9 @@
 -- Appends tokens at their position, fenced by the epoch (R3). KEYS: request, stream.
 -- ARGV: epoch, position, number of tokens, record [, status, reason, message, now_ms, 1 if it has tensors else 0]
--- Returns {code, tokens in the stream}: 0 appended or already there, 1 the request has ended or is gone,
+-- Returns {code, tokens in the stream, tag of the index entries if it has ended}: 0 appended or already there, 1 the request has ended or is gone,
 -- 2 stale epoch, 3 gap or partial overlap (go on at the returned position).
-local h = redis.call('HMGET', KEYS[1], 'st', 'ep', 'n', 'rt', 'tt')
-if h[1] ~= 'open' then return {1, tonumber(h[3] or 0)} end
+local h = redis.call('HMGET', KEYS[1], 'st', 'ep', 'n', 'rt', 'tt', 'ix')
+if h[1] ~= 'open' then return {1, tonumber(h[3] or 0), h[6] or ''} end
 local n = tonumber(h[3])
 if h[2] ~= ARGV[1] then return {2, n} end
 local pos, count = tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -26,4 +26,4 @@ if last then
   redis.call('PEXPIRE', KEYS[1], kept + (tonumber(h[5]) or 300000))
 end
 redis.call('PUBLISH', KEYS[2], entry)
-return {0, n}
+return {0, n, last and h[6] or ''}
