@@ -45,8 +45,7 @@ def longest_waits(outcome: Outcome, count: int = 8) -> list[str]:
     lines = []
     for seconds, before, after, index in waits[:count]:
         near = [
-            f"{at - before:+.1f} s {fault.name} {fault.target}"
-            + (f" for {fault.pause_s:.1f} s" if fault.pause_s else "")
+            f"{at - before:+.1f} s {fault.details}"
             for fault, at in sorted(outcome.hits, key=lambda hit: hit[1])
             if before - NEAR_S < at < after
         ]

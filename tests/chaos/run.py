@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from allspark.client import AsyncClient
-from allspark.launcher import Fleet, FleetOptions, ManagedProcess
+from allspark.launcher import FleetOptions, ManagedProcess
 from allspark_bus import keys
 from allspark_bus.store import Store
 
 from tests.chaos.load import MODEL, Load, Story
+from tests.chaos.network import CutFleet
 from tests.chaos.schedule import Fault, plan
 from tests.conftest import ValkeyProcess
+from tests.network.proxy import FAULTS
 
 SCRIPTED = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")
 READY_S = 120.0
@@ -81,7 +83,7 @@ def run(options: Options) -> Outcome:
                 if log is not None:
                     log.write(f"{time.monotonic() - started:9.3f} {name} | {line}\n")
 
-            with Fleet(_fleet_options(options, root, valkey.url), report) as fleet:
+            with CutFleet(_fleet_options(options, root, valkey.url), report) as fleet:
                 fleet.load_model(MODEL, root / "m.json")
                 outcome = asyncio.run(_Run(options, fleet, valkey).run())
             if log is not None:
@@ -107,7 +109,7 @@ def _fleet_options(options: Options, root: Path, redis: str) -> FleetOptions:
 
 
 class _Run:
-    def __init__(self, options: Options, fleet: Fleet, valkey: ValkeyProcess) -> None:
+    def __init__(self, options: Options, fleet: CutFleet, valkey: ValkeyProcess) -> None:
         self._options = options
         self._fleet = fleet
         self._valkey = valkey
@@ -119,9 +121,10 @@ class _Run:
     async def run(self) -> Outcome:
         options, outcome, began = self._options, self._outcome, time.monotonic()
         sizes = {kind: len(group) for kind, group in self._groups.items()} | {"store": 1}
+        sizes |= self._fleet.num_links()
         faults = plan(options.seed, options.faults, sizes, options.longest_pause_s)
         store = Store(self._valkey.url, patience_s=None)
-        load = Load(options.seed, self._fleet.addresses, store, options.clients)
+        load = Load(options.seed, self._fleet.client_addresses(), store, options.clients)
         loading = asyncio.create_task(load.run())
         async with asyncio.TaskGroup() as group:
             for fault in faults:
@@ -150,6 +153,9 @@ class _Run:
         if fault.kind == "store":
             await self._hit_store(fault)
             return
+        if fault.way:
+            await self._cut(fault)
+            return
         process: ManagedProcess = self._groups[fault.kind][fault.target]
         if fault.action == "pause":
             process.signal(signal.SIGSTOP)
@@ -171,6 +177,14 @@ class _Run:
             self._valkey.process.send_signal(signal.SIGSTOP)
             await asyncio.sleep(fault.pause_s)  # what the fault is
             self._valkey.process.send_signal(signal.SIGCONT)
+
+    async def _cut(self, fault: Fault) -> None:
+        proxies = self._fleet.links(fault.kind, fault.target)
+        for proxy in proxies:
+            await asyncio.to_thread(proxy.set, FAULTS[fault.way])
+        await asyncio.sleep(fault.pause_s)  # what the fault is
+        for proxy in proxies:
+            await asyncio.to_thread(proxy.heal)
 
     async def _balance(self, store: Store) -> list[str]:
         """Soon after the last release ledgers balance, and only the model and tombstones are left."""

@@ -4,8 +4,10 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tests.network.proxy import FAULTS
+
 #: How often each fault is chosen. A kill is SIGKILL, a pause SIGSTOP and SIGCONT, an upgrade SIGTERM and then
-#: a successor.
+#: a successor, a cut one of `proxy.FAULTS` in the network between two processes.
 WEIGHTS = {
     ("worker", "kill"): 5,
     ("worker", "pause"): 2,
@@ -18,22 +20,38 @@ WEIGHTS = {
     ("gateway", "upgrade"): 1,
     ("store", "kill"): 1,
     ("store", "pause"): 1,
+    ("worker-broker", "cut"): 2,
+    ("worker-store", "cut"): 2,
+    ("gateway-broker", "cut"): 1,
+    ("gateway-store", "cut"): 1,
+    ("broker-store", "cut"): 2,
+    ("client-gateway", "cut"): 1,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`delay_s` after the previous one `target` (an index into its kind) is hit; a pause lasts `pause_s`."""
+    """`delay_s` after the last one `target` (an index into its kind) is hit; a pause or cut lasts `pause_s`.
+
+    `way` is the name of what happens to the network.
+    """
 
     delay_s: float
     kind: str
     action: str
     target: int
     pause_s: float = 0.0
+    way: str = ""
 
     @property
     def name(self) -> str:
         return f"{self.kind} {self.action}"
+
+    @property
+    def details(self) -> str:
+        """For people."""
+        way = f" ({self.way})" if self.way else ""
+        return f"{self.name}{way} {self.target}" + (f" for {self.pause_s:.1f} s" if self.pause_s else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +76,8 @@ def plan(seed: int, count: int, sizes: Mapping[str, int], longest_pause_s: float
             kind,
             action,
             rng.randrange(sizes[kind]),
-            rng.uniform(0.2, longest_pause_s) if action == "pause" else 0.0,
+            rng.uniform(0.2, longest_pause_s) if action in ("pause", "cut") else 0.0,
+            rng.choice(list(FAULTS)) if action == "cut" else "",
         )
         for kind, action in chosen
     ]

@@ -171,11 +171,14 @@ class Fleet:
         for process in processes:
             process.wait_ready(self.options.start_timeout_s)
 
+    def command_line(self, kind: str, index: int, ready_fd: int) -> Sequence[str]:
+        """What is run as the process of this kind and index; for subclasses that run something else."""
+        return COMMANDS[kind](self, index, ready_fd)
+
     def _new_process(self, kind: str, index: int) -> ManagedProcess:
-        command = COMMANDS[kind]
         return ManagedProcess(
             f"{kind}-{index}",
-            lambda ready_fd: command(self, index, ready_fd),
+            lambda ready_fd: self.command_line(kind, index, ready_fd),
             environment=environment(self),
             report=self._report,
             on_change=self._notify,
