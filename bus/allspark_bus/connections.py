@@ -52,6 +52,7 @@ class MasterOf:
                 "socket_connect_timeout": ASK_TIMEOUT_S,
                 "socket_timeout": ASK_TIMEOUT_S,
                 "retry": Retry(NoBackoff(), 0),  # type: ignore[no-untyped-call]
+                "protocol": 2,
                 "ssl": is_tls,
                 **target.sentinel_arguments,
             },

@@ -5,7 +5,8 @@ notification (a reconnect) is repaired by waking everybody. What is published is
 was appended, `<tokens>-0` or `<tokens>-1` for the terminal one, or `released`.
 
 A cluster hands messages on to all its nodes, but without any guarantee; so each channel is listened to at the
-node that serves the stream and publishes, as with one server.
+node that serves the stream and publishes, as with one server. (Sharded channels would spare each other node
+about 1 us of CPU for a message, but direct readers could no longer subscribe in the same way everywhere.)
 """
 
 import asyncio
