@@ -24,6 +24,7 @@ from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.fleet_view import EngineStats, fleet_status
 from allspark_broker.lifecycle import Lifecycle
 from allspark_broker.requests import Requests
+from allspark_broker.room import QueueFull
 from allspark_broker.workers import Worker, WorkerTable
 
 log = logging.getLogger(__name__)
@@ -231,6 +232,8 @@ def _uuid_of(envelope: fleet.Envelope) -> str:
 def failure(e: FleetError) -> fleet.Reply:
     """The reply of a call that failed. An outage is no decision: the client may send the call again."""
     reply = fleet.Reply(as_status=e.status, reason=e.reason, retry_after_ms=e.retry_after_ms)
+    if isinstance(e, QueueFull):
+        reply.full_for_ms = e.full_for_ms
     if isinstance(e, StoreUnavailable | BrokerUnavailable):
         reply.unavailable = True
         reply.retry_after_ms = e.retry_after_ms or UNAVAILABLE_RETRY_MS

@@ -1,10 +1,11 @@
 """Moves requests to workers and back: assignment, acknowledgement, claims, recovery (R2, R3, R10-R12)."""
 
+import asyncio
 import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from allspark_bus import damage
 from allspark_bus.errors import Damaged
@@ -16,6 +17,8 @@ from google.protobuf.message import DecodeError
 from allspark_broker.affinity import Prefix, PrefixAffinity
 from allspark_broker.links import WorkerLink
 from allspark_broker.queue import RequestQueue, Waiting
+from allspark_broker.room import token_limit
+from allspark_broker.waits import Waits
 from allspark_broker.workers import Flight, Worker, WorkerTable
 
 log = logging.getLogger(__name__)
@@ -41,16 +44,28 @@ class Dispatcher:
         self._affinity = affinity
         self._clock = clock
         self.queues: dict[str, RequestQueue] = defaultdict(lambda: RequestQueue(max_queue))
+        self.waits: dict[str, Waits] = defaultdict(lambda: Waits(clock))
 
     def reserve(self, request: pb.StartRequestRequest, rid: str) -> Worker | None:
-        """Takes a place on the best worker for a request about to be recorded; None: it must queue."""
+        """Takes a place for a request about to be recorded: on the best worker, or (None) in the queue.
+
+        `start` or `give_up` must follow.
+        """
         model = request.model_name
-        if len(self.queues[model]):
-            return None
-        worker = self._choose(model, self._affinity.prefix(request))
-        if worker is not None:
+        queue = self.queues[model]
+        worker = None if len(queue) else self._choose(model, self._affinity.prefix(request))
+        if worker is None:
+            queue.promised += 1
+        else:
             worker.flights[rid] = Flight(rid, model, 1, self._clock())
         return worker
+
+    def give_up(self, worker: Worker | None, model: str, rid: str) -> None:
+        """Gives back the place of a request that was not recorded."""
+        if worker is None:
+            self.queues[model].promised -= 1
+        else:
+            worker.flights.pop(rid, None)
 
     def _choose(self, model: str, prefix: Prefix) -> Worker | None:
         """The worker for a request that is dispatched at once; None: all are full."""
@@ -65,15 +80,28 @@ class Dispatcher:
             entry.request_id, entry.epoch, entry.priority, entry.created_ms, entry.deadline_ms, entry.body
         )
         if worker is None:
-            self.queues[entry.model].push(waiting)
+            self.queues[entry.model].promised -= 1
+            self._push(entry.model, waiting)
             await self.pump(entry.model)
         else:
             await self._send(worker, entry.model, waiting)
+
+    def _push(self, model: str, waiting: Waiting) -> None:
+        queue = self.queues[model]
+        if not len(queue):
+            self.waits[model].began()
+        if waiting.body and not queue.may_keep(len(waiting.body)):
+            waiting.prefix = self._prefix_of(waiting.body)
+            waiting.body = b""
+        queue.push(waiting)
 
     async def pump(self, model: str) -> None:
         """Dispatches queued requests while some worker has room."""
         queue = self.queues[model]
         while (waiting := queue.peek()) is not None:
+            if waiting.is_late(now_ms()):
+                await self._expire(model, [waiting])
+                continue
             if waiting.prefix is None:
                 waiting.prefix = self._prefix_of(waiting.body)
             worker = self._choose(model, waiting.prefix)
@@ -87,6 +115,7 @@ class Dispatcher:
                 if advance.outcome != "ok":
                     worker.flights.pop(waiting.request_id, None)
                     continue
+                self.waits[model].left()
                 waiting.epoch, waiting.resume = advance.epoch, advance.num_tokens > 0
                 await self._send(worker, model, waiting)
 
@@ -122,6 +151,8 @@ class Dispatcher:
         flight = worker.flights[waiting.request_id] = self._flight(model, waiting)
         with damage.named(f"request {waiting.request_id}"):
             request = pb.StartRequestRequest.FromString(body)
+        if not waiting.resume and (state := worker.models.get(model)) is not None:
+            flight.token_limit = token_limit(request, state.facts.max_length)
         message = fleet.ToWorker(
             dispatch=fleet.Dispatch(
                 request_id=waiting.request_id,
@@ -173,7 +204,7 @@ class Dispatcher:
             entry.body,
             advance.num_tokens > 0,
         )
-        self.queues[entry.model].push(waiting)
+        self._push(entry.model, waiting)
         await self.pump(entry.model)
 
     async def bury(self, worker: Worker) -> None:
@@ -187,6 +218,8 @@ class Dispatcher:
         self.queues[model].remove(rid)
         holder = self._table.holding(rid)
         name = holder[0].worker_id if holder else worker_id
+        if holder:
+            holder[1].token_limit = 0  # how long it ran tells nothing
         if name:
             await self._link.send(name, fleet.ToWorker(cancel=fleet.Cancel(request_id=rid)))
 
@@ -195,12 +228,23 @@ class Dispatcher:
         flight = worker.flights.get(rid)
         if flight is not None and flight.epoch == epoch:
             del worker.flights[rid]
+            if flight.token_limit > 0:
+                self.waits[flight.model].ran(self._clock() - flight.sent_s, flight.token_limit)
             await self.pump(flight.model)
 
     async def expire_deadlines(self) -> None:
         """Ends queued requests whose deadline has passed; running ones are ended by their engine."""
-        for queue in self.queues.values():
-            for waiting in queue.expired(now_ms()):
-                queue.remove(waiting.request_id)
-                ending = Ending(pb.GenerateInterrupted, "deadline", "its deadline passed while it was queued")
-                await self._ledger.finish(waiting.request_id, ending)
+        for model, queue in list(self.queues.items()):
+            if late := queue.expired(now_ms()):
+                await self._expire(model, late)
+
+    async def _expire(self, model: str, late: Sequence[Waiting]) -> None:
+        """Ends them together: one after another would keep the last waiting for all round trips."""
+        ending = Ending(pb.GenerateInterrupted, "deadline", "its deadline passed while it was queued")
+        rids = [w.request_id for w in late if self.queues[model].remove(w.request_id)]
+        outcomes = await asyncio.gather(
+            *[self._ledger.finish(rid, ending) for rid in rids], return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome  # the request is still open and queued nowhere: `Orphans` finds it

@@ -9,7 +9,7 @@ from allspark_bus.ledger import Ending, Entry, Ledger, now_ms
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
-from allspark_broker import admission
+from allspark_broker import admission, room
 from allspark_broker.adapters import AdapterCheck
 from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.lifecycle import Lifecycle
@@ -17,7 +17,6 @@ from allspark_broker.texts import Texts
 
 log = logging.getLogger(__name__)
 
-QUEUE_FULL_RETRY_MS = 1000
 LATE_RETRY_MS = 100
 _USED_TENSORS = frozenset({"input_ids", "attention_mask", "hash_input"})
 _TEXT_TENSORS = text_inputs.NAMES
@@ -46,12 +45,14 @@ class Requests:
 
     async def start(self, envelope: fleet.Envelope) -> fleet.Reply:
         """Checks and records a request, then dispatches or queues it; the answer does not wait for that."""
+        self.denied_total += envelope.denied_before
         request = envelope.start_request
         uuid = request.config.uuid
         admission.check_uuid(uuid, self._max_uuid_bytes)
         rid = keys.request_id(envelope.tenant, uuid)
         digest = admission.digest(request)
         try:
+            self._check_place(envelope)  # first: a full queue denies before anything is spent on the request
             if request.config.lora_name:
                 await self._check_adapter(request)
             if text_inputs.is_text(request):
@@ -78,14 +79,13 @@ class Requests:
             is_used = key in _USED_TENSORS or (key in _TEXT_TENSORS and text_inputs.is_text(request))
             if not is_used and not rich_text.is_embedding(request, key):
                 log.warning("request %s: input tensor %r is not used", rid, key)
-        if 0 < envelope.deadline_unix_ms <= now_ms():
-            raise Denied(f"the deadline of request {envelope.start_request.config.uuid!r} has passed already")
-        queue = self._dispatcher.queues[request.model_name]
-        if queue.is_full:
-            raise Denied(
-                f"{len(queue)} requests for model {request.model_name!r} are waiting already",
-                retry_after_ms=QUEUE_FULL_RETRY_MS,
-            )
+        self._check_place(envelope)
+        queue, waits = self._dispatcher.queues[record.name], self._dispatcher.waits[record.name]
+        room.check_deadline(envelope, queue, waits, record.model_facts())
+
+    def _check_place(self, envelope: fleet.Envelope) -> None:
+        name = self._lifecycle.serving(envelope.start_request.model_name).name
+        room.check_place(envelope, self._dispatcher.queues[name], self._dispatcher.waits[name])
 
     async def _record(self, envelope: fleet.Envelope, rid: str, digest: bytes) -> None:
         request = envelope.start_request
@@ -109,8 +109,8 @@ class Requests:
             admission = await self._ledger.admit(entry, digest, envelope.sent_unix_ms)
             outcome = admission.outcome
         finally:
-            if outcome != "new" and worker is not None:
-                worker.flights.pop(rid, None)
+            if outcome != "new":
+                self._dispatcher.give_up(worker, request.model_name, rid)
         if outcome == "late":
             raise Denied(
                 f"uuid {request.config.uuid!r} was released after this call was sent: send it again",

@@ -16,13 +16,17 @@ LOAD_FACTOR = 1.25
 
 @dataclass(slots=True)
 class Flight:
-    """A request that a worker holds. `accepted`: it said so (only then can it have run)."""
+    """A request that a worker holds. `accepted`: it said so (only then can it have run).
+
+    `token_limit`: the most tokens it may generate, if the time it runs is worth measuring; else 0.
+    """
 
     request_id: str
     model: str
     epoch: int
     sent_s: float
     accepted: bool = False
+    token_limit: int = 0
 
 
 @dataclass(slots=True)

@@ -17,7 +17,8 @@ from allspark_proto import records
 
 from allspark_bus import damage, keys
 from allspark_bus.errors import Damaged
-from allspark_bus.round_trip import Arg
+from allspark_bus.node import MAX_BATCH
+from allspark_bus.round_trip import Arg, Command
 from allspark_bus.scripts import Script
 from allspark_bus.store import Store
 
@@ -284,7 +285,7 @@ class Ledger:
     async def holders(self, entries: Sequence[tuple[str, str]]) -> list[Holder | Damaged | None]:
         """Who has each request of an index; None for an entry whose request has ended."""
         fields = ("st", "ix", "ep", "wk", "br")
-        found = await self._store.outcomes([("HMGET", keys.request(rid), *fields) for rid, _ in entries])
+        found = await self._outcomes([("HMGET", keys.request(rid), *fields) for rid, _ in entries])
         return [_holder(rid, tag, record) for (rid, tag), record in zip(entries, found, strict=True)]
 
     async def num_open(self, model: str) -> int:
@@ -305,8 +306,13 @@ class Ledger:
     async def num_unreleased(self, model: str, tenant: str) -> int:
         """How many of a tenant's requests of a model are still in the ledger."""
         rids = await self.tenant_requests(tenant)
-        owners = await self._store.outcomes([("HGET", keys.request(r), "md") for r in rids])
+        owners = await self._outcomes([("HGET", keys.request(r), "md") for r in rids])
         return owners.count(model.encode())
+
+    async def _outcomes(self, commands: Sequence[Command]) -> list[Any]:
+        """For any number of requests: in parts, which leave room for the other calls of this process."""
+        parts = [commands[i : i + MAX_BATCH] for i in range(0, len(commands), MAX_BATCH)]
+        return [outcome for part in parts for outcome in await self._store.outcomes(part)]
 
     async def sweep_tenants(self) -> int:
         """Drops index entries whose ledger record expired; returns how many."""
@@ -319,7 +325,7 @@ class Ledger:
             log.error("the index %s of a tenant's requests is not swept: %s", index, e.reason)
             return 0
         entries = [keys.split_index_entry(m) for m in members]
-        found = await self._store.outcomes([("HMGET", keys.request(rid), "st", "ix") for rid, _ in entries])
+        found = await self._outcomes([("HMGET", keys.request(rid), "st", "ix") for rid, _ in entries])
         gone = [
             member
             for member, (_, tag), record in zip(members, entries, found, strict=True)

@@ -31,6 +31,7 @@ class Subscription:
         self._lost = lost
         self._wanted: set[str] = set()
         self._outbox: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+        self._serving: AbstractConnection | None = None
         self._heard_s = 0.0
         self._address: str | None = None
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -42,13 +43,18 @@ class Subscription:
     def add(self, channel: str) -> None:
         """Begins to listen."""
         self._wanted.add(channel)
-        self._outbox.put_nowait(("SUBSCRIBE", channel))
+        self._put("SUBSCRIBE", channel)
 
     def drop(self, channel: str) -> None:
         """Ends what `add` began."""
         self._wanted.discard(channel)
         self.confirmed.discard(channel)
-        self._outbox.put_nowait(("UNSUBSCRIBE", channel))
+        self._put("UNSUBSCRIBE", channel)
+
+    def _put(self, *command: str) -> None:
+        """Without a connection nothing is kept: a new one subscribes to all that is wanted then."""
+        if self._serving is not None:
+            self._outbox.put_nowait(command)
 
     def follow(self) -> None:
         """Connects again if the node is another server by now: the old one may be cut off, but not closed."""
@@ -70,6 +76,8 @@ class Subscription:
                 log.warning("subscription connection lost (%s); reconnecting", e)
                 self._lost()
             finally:
+                if self._serving is connection:  # not of a successor, see `follow`
+                    self._serving = None
                 self.confirmed.clear()
                 await end(connection)
             await asyncio.sleep(delay)  # back-off between attempts to reconnect
@@ -78,8 +86,9 @@ class Subscription:
     async def _serve(self, connection: AbstractConnection) -> None:
         while not self._outbox.empty():
             self._outbox.get_nowait()
+        self._serving = connection
         for channel in self._wanted:
-            self._outbox.put_nowait(("SUBSCRIBE", channel))
+            self._put("SUBSCRIBE", channel)
         duties = [asyncio.create_task(self._send(connection)), asyncio.create_task(self._receive(connection))]
         try:
             done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)

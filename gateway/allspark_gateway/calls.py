@@ -4,9 +4,10 @@ import uuid as uuid_lib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from allspark_bus import keys
 from allspark_bus.broker_client import BrokerClient, raise_for
 from allspark_bus.errors import ParamError
-from allspark_bus.ledger import now_ms
+from allspark_bus.ledger import Ledger, now_ms
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from allspark_proto import metadata
@@ -14,6 +15,7 @@ from google.protobuf.message import Message
 
 from allspark_gateway import answers
 from allspark_gateway.answers import Context
+from allspark_gateway.denials import Denials
 from allspark_gateway.settings import GatewaySettings
 
 Handler = Callable[[Any, Context], Awaitable[object]]
@@ -46,9 +48,18 @@ class FleetCalls:
     """The broker's part of the service, for the callers of one listener."""
 
     def __init__(
-        self, broker: BrokerClient, settings: GatewaySettings, tenant: str, *, may_shutdown: bool
+        self,
+        broker: BrokerClient,
+        ledger: Ledger,
+        denials: Denials,
+        settings: GatewaySettings,
+        tenant: str,
+        *,
+        may_shutdown: bool,
     ) -> None:
         self._broker = broker
+        self._ledger = ledger
+        self._denials = denials
         self._timeout_s = settings.call_timeout_s
         self._model_timeout_s = settings.model_timeout_s
         self._tenant = tenant
@@ -66,18 +77,33 @@ class FleetCalls:
         self, request: pb.StartRequestRequest, context: Context
     ) -> pb.StartRequestResponse:
         """Submits a request. A missing uuid is made here, so that a resend of the envelope stays the same."""
-        if not request.config.uuid:
+        is_new = not request.config.uuid
+        if is_new:
             request.config.uuid = uuid_lib.uuid4().hex
         deadline_ms = answers.number_of(context, metadata.DEADLINE_MS, 1, MAX_DEADLINE_MS)
         priority = answers.number_of(context, metadata.PRIORITY, -100, 100)
+        await self._unless_full(request, priority or 0, is_new=is_new)
         envelope = fleet.Envelope(
             tenant=self._tenant,
+            denied_before=self._denials.take_count(),
             start_request=request,
             deadline_unix_ms=0 if deadline_ms is None else now_ms() + deadline_ms,
             priority=priority or 0,
         )
-        reply = await self._call(envelope, self._timeout_s, context)
+        reply = await self._broker.call(envelope, self._timeout_s)
+        self._denials.note(envelope, reply)
+        self._checked(reply, context)
         return pb.StartRequestResponse(uuid=reply.uuid or request.config.uuid)
+
+    async def _unless_full(self, request: pb.StartRequestRequest, priority: int, *, is_new: bool) -> None:
+        """Denies what the broker would deny now; one that was accepted before must get its answer again."""
+        denial = self._denials.denial(request.model_name, priority)
+        if denial is None:
+            return
+        rid = keys.request_id(self._tenant, request.config.uuid)
+        if is_new or await self._ledger.model_of(rid) is None:
+            self._denials.count()
+            raise denial
 
     def _model_handler(self, call: str) -> Handler:
         async def handle(request: Message, context: Context) -> pb.AsStatus:
@@ -100,6 +126,7 @@ class FleetCalls:
     def _request_handler(self, call: str) -> Handler:
         async def handle(request: pb.StopRequestRequest, context: Context) -> pb.StartRequestResponse:
             reply = await self._call(self._envelope(call, request), self._timeout_s, context)
+            self._denials.made_room(request.model_name)
             return pb.StartRequestResponse(uuid=reply.uuid or request.uuid)
 
         return handle
@@ -120,7 +147,10 @@ class FleetCalls:
         return envelope
 
     async def _call(self, envelope: fleet.Envelope, timeout_s: float, context: Context) -> fleet.Reply:
-        reply = raise_for(await self._broker.call(envelope, timeout_s))
+        return self._checked(await self._broker.call(envelope, timeout_s), context)
+
+    def _checked(self, reply: fleet.Reply, context: Context) -> fleet.Reply:
+        raise_for(reply)
         if reply.reason:
             context.set_trailing_metadata(((metadata.REASON, answers.reason_text(reply.reason)),))
         return reply

@@ -18,6 +18,7 @@ from allspark_bus.wakeups import Wakeups
 
 from allspark_gateway.calls import FleetCalls
 from allspark_gateway.deliveries import Deliveries
+from allspark_gateway.denials import Denials
 from allspark_gateway.guard import Guard
 from allspark_gateway.listeners import UNIX, Listener, ListenError, tenant_of
 from allspark_gateway.readers import Readers
@@ -47,6 +48,7 @@ class Gateway:
         self._readers = Readers(self._wakeups, settings.gather_s)
         self._deliveries = Deliveries(self._streams)
         self._ledger = Ledger(self._store, Ttl())
+        self._denials = Denials()
         self._in_flight = InFlight()
         self._readiness = Readiness(
             self._store,
@@ -81,7 +83,9 @@ class Gateway:
         return (Guard(tokens, self._service, health, may_shutdown=may_shutdown),)
 
     def _service(self, tenant: str, may_shutdown: bool) -> Service:
-        calls = FleetCalls(self._broker, self._settings, tenant, may_shutdown=may_shutdown)
+        calls = FleetCalls(
+            self._broker, self._ledger, self._denials, self._settings, tenant, may_shutdown=may_shutdown
+        )
         results = Results(self._streams, self._readers, self._deliveries, self._settings, tenant)
         sync = Sync(self._streams, self._readers, self._ledger, results, tenant)
         return Service(calls, results, sync, self._in_flight)

@@ -39,6 +39,7 @@ class Envelope(_message.Message):
     MAY_SHUTDOWN_FIELD_NUMBER: _builtins.int
     WANTS_PROGRESS_FIELD_NUMBER: _builtins.int
     SENT_UNIX_MS_FIELD_NUMBER: _builtins.int
+    DENIED_BEFORE_FIELD_NUMBER: _builtins.int
     START_REQUEST_FIELD_NUMBER: _builtins.int
     STOP_REQUEST_FIELD_NUMBER: _builtins.int
     RELEASE_REQUEST_FIELD_NUMBER: _builtins.int
@@ -71,6 +72,8 @@ class Envelope(_message.Message):
     """send Replies with in_progress while the call takes long"""
     sent_unix_ms: _builtins.int
     """when the call was first sent; a copy from before its uuid's release is denied. 0: not told"""
+    denied_before: _builtins.int
+    """StartRequests that the sender denied by itself (Reply.full_for_ms) since its last envelope"""
     @_builtins.property
     def start_request(self) -> _allspark_service_pb2.StartRequestRequest: ...
     @_builtins.property
@@ -114,6 +117,7 @@ class Envelope(_message.Message):
         may_shutdown: _builtins.bool = ...,
         wants_progress: _builtins.bool = ...,
         sent_unix_ms: _builtins.int = ...,
+        denied_before: _builtins.int = ...,
         start_request: _allspark_service_pb2.StartRequestRequest | None = ...,
         stop_request: _allspark_service_pb2.StopRequestRequest | None = ...,
         release_request: _allspark_service_pb2.StopRequestRequest | None = ...,
@@ -133,7 +137,7 @@ class Envelope(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["build_model", b"build_model", "call", b"call", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_fleet_status", b"get_fleet_status", "get_model_information", b"get_model_information", "get_op_profiling_info", b"get_op_profiling_info", "get_rank_nums", b"get_rank_nums", "release_model", b"release_model", "release_request", b"release_request", "reload_model", b"reload_model", "shutdown_service", b"shutdown_service", "start_model", b"start_model", "start_request", b"start_request", "stop_model", b"stop_model", "stop_request", b"stop_request", "unload_model", b"unload_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_model", b"build_model", "call", b"call", "correlation_id", b"correlation_id", "deadline_unix_ms", b"deadline_unix_ms", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_fleet_status", b"get_fleet_status", "get_model_information", b"get_model_information", "get_op_profiling_info", b"get_op_profiling_info", "get_rank_nums", b"get_rank_nums", "may_shutdown", b"may_shutdown", "priority", b"priority", "release_model", b"release_model", "release_request", b"release_request", "reload_model", b"reload_model", "sent_unix_ms", b"sent_unix_ms", "shutdown_service", b"shutdown_service", "start_model", b"start_model", "start_request", b"start_request", "stop_model", b"stop_model", "stop_request", b"stop_request", "tenant", b"tenant", "unload_model", b"unload_model", "version", b"version", "wants_progress", b"wants_progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_model", b"build_model", "call", b"call", "correlation_id", b"correlation_id", "deadline_unix_ms", b"deadline_unix_ms", "denied_before", b"denied_before", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_fleet_status", b"get_fleet_status", "get_model_information", b"get_model_information", "get_op_profiling_info", b"get_op_profiling_info", "get_rank_nums", b"get_rank_nums", "may_shutdown", b"may_shutdown", "priority", b"priority", "release_model", b"release_model", "release_request", b"release_request", "reload_model", b"reload_model", "sent_unix_ms", b"sent_unix_ms", "shutdown_service", b"shutdown_service", "start_model", b"start_model", "start_request", b"start_request", "stop_model", b"stop_model", "stop_request", b"stop_request", "tenant", b"tenant", "unload_model", b"unload_model", "version", b"version", "wants_progress", b"wants_progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["start_request", "stop_request", "release_request", "build_model", "start_model", "stop_model", "release_model", "unload_model", "reload_model", "get_engine_stat", "get_model_information", "get_op_profiling_info", "get_file_information", "get_rank_nums", "shutdown_service", "get_fleet_status"]  # noqa: Y015
     _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
@@ -155,6 +159,7 @@ class Reply(_message.Message):
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     UNAVAILABLE_FIELD_NUMBER: _builtins.int
     IN_PROGRESS_FIELD_NUMBER: _builtins.int
+    FULL_FOR_MS_FIELD_NUMBER: _builtins.int
     ENGINE_STAT_FIELD_NUMBER: _builtins.int
     MODEL_INFORMATION_FIELD_NUMBER: _builtins.int
     OP_PROFILING_INFO_FIELD_NUMBER: _builtins.int
@@ -174,6 +179,8 @@ class Reply(_message.Message):
     """with a status: nothing was decided, a part of the fleet is out of reach; send again"""
     in_progress: _builtins.bool
     """this is no answer yet: the broker still works on the call"""
+    full_for_ms: _builtins.int
+    """with REQUEST_DENIED: the model's queue is full, and so long no place is expected"""
     @_builtins.property
     def engine_stat(self) -> _allspark_service_pb2.AsEngineStat: ...
     @_builtins.property
@@ -197,6 +204,7 @@ class Reply(_message.Message):
         retry_after_ms: _builtins.int = ...,
         unavailable: _builtins.bool = ...,
         in_progress: _builtins.bool = ...,
+        full_for_ms: _builtins.int = ...,
         engine_stat: _allspark_service_pb2.AsEngineStat | None = ...,
         model_information: _allspark_service_pb2.ModelInfo | None = ...,
         op_profiling_info: _allspark_service_pb2.OpProfilingInfo | None = ...,
@@ -206,7 +214,7 @@ class Reply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine_stat", b"engine_stat", "file_information", b"file_information", "fleet_status", b"fleet_status", "model_information", b"model_information", "op_profiling_info", b"op_profiling_info", "rank_nums", b"rank_nums", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_status", b"as_status", "correlation_id", b"correlation_id", "engine_stat", b"engine_stat", "file_information", b"file_information", "fleet_status", b"fleet_status", "in_progress", b"in_progress", "model_information", b"model_information", "op_profiling_info", b"op_profiling_info", "rank_nums", b"rank_nums", "reason", b"reason", "result", b"result", "retry_after_ms", b"retry_after_ms", "unavailable", b"unavailable", "uuid", b"uuid", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_status", b"as_status", "correlation_id", b"correlation_id", "engine_stat", b"engine_stat", "file_information", b"file_information", "fleet_status", b"fleet_status", "full_for_ms", b"full_for_ms", "in_progress", b"in_progress", "model_information", b"model_information", "op_profiling_info", b"op_profiling_info", "rank_nums", b"rank_nums", "reason", b"reason", "result", b"result", "retry_after_ms", b"retry_after_ms", "unavailable", b"unavailable", "uuid", b"uuid", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["engine_stat", "model_information", "op_profiling_info", "file_information", "rank_nums", "fleet_status"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
