@@ -39,6 +39,13 @@ SEED ?=
 chaos: $(VENV)/.dev-installed ## Kill, pause and upgrade everything under load (FAULTS=1000 SEED=...)
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) $(if $(SEED),--seed $(SEED))
 
+# Two workers, since each needs a core; the report goes to build/chaos-depth.
+DEPTH := --engine real --workers 2 --clients 8 --out build/chaos-depth
+.PHONY: chaos-depth
+chaos-depth: FAULTS := $(if $(filter file,$(origin FAULTS)),100,$(FAULTS))
+chaos-depth: $(VENV)/.dev-installed ## The same with the demo model and every kind of request (FAULTS=100 SEED=...)
+	$(BIN)/python -m tests.chaos --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) $(DEPTH)
+
 .PHONY: lint
 lint: $(VENV)/.dev-installed ## Style
 	$(BIN)/ruff check .

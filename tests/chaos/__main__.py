@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.chaos import report
-from tests.chaos.run import Options, run
+from tests.chaos.run import ENGINES, Options, run
 
 
 def main() -> int:
@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16, help="requests that are open at a time")
     parser.add_argument("--longest-pause-s", type=float, default=8.0)
     parser.add_argument("--worker-timeout-s", type=float, default=None, help="default: the broker's")
+    parser.add_argument("--engine", choices=list(ENGINES), default="scripted", help="breadth or depth")
     parser.add_argument("--out", type=Path, default=Path("build/chaos"), help="directory of the report")
     flags = vars(parser.parse_args())
     directory: Path = flags.pop("out")

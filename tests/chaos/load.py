@@ -6,17 +6,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from allspark.client import AsyncClient, AsyncRequest, GenerateOptions, RequestInterrupted, StatusError
+from allspark.client import AsyncClient, AsyncRequest, RequestInterrupted, StatusError
 from allspark_bus import keys
 from allspark_bus.store import Store
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import records
 
-from tests.chaos.schedule import Ask, ask
-from tests.fleet.scripted_engine import expected_tokens
+from tests.chaos.workload import Answer, Ask, Workload
 
 T = TypeVar("T")
-MODEL = "m"
 PATIENCE_S = 120.0
 
 
@@ -36,8 +34,8 @@ class Story:
 class Load:
     """`clients` requests at a time until told to finish. What is wrong with any is in `complaints`."""
 
-    def __init__(self, seed: int, addresses: Sequence[str], store: Store, clients: int) -> None:
-        self._seed = seed
+    def __init__(self, workload: Workload, addresses: Sequence[str], store: Store, clients: int) -> None:
+        self._workload = workload
         self._addresses = addresses
         self._store = store
         self._clients = clients
@@ -63,7 +61,7 @@ class Load:
         async with AsyncClient(addresses, timeout_s=5.0, retry_s=PATIENCE_S) as client:
             while not self._is_finishing:
                 index, self._next = self._next, self._next + 1
-                story = Story(index, ask(self._seed, index))
+                story = Story(index, self._workload.ask(index))
                 self.stories.append(story)
                 try:
                     async with asyncio.timeout(2 * PATIENCE_S):
@@ -74,12 +72,11 @@ class Load:
 
     async def _one(self, client: AsyncClient, story: Story) -> None:
         asked, uuid = story.asked, f"chaos-{story.index}"
-        options = GenerateOptions(max_new_tokens=asked.num_tokens, seed=asked.seed)
-        request = await self._insist(lambda: client.submit(MODEL, asked.prompt, options, uuid))
+        request = await self._insist(lambda: asked.submit(client, uuid))
         story.events.append(time.monotonic())
         await self._read(request, story)
         story.finish_reason = request.finish_reason
-        await self._judge(story, keys.request_id("default", uuid))
+        await self._judge(story, Answer.of(request, story.tokens), keys.request_id("default", uuid))
         await self._insist(request.release)
 
     async def _read(self, request: AsyncRequest, story: Story) -> None:
@@ -105,18 +102,17 @@ class Load:
                 self.denied += 1
                 await asyncio.sleep(max(0.1, e.retry_after_ms / 1000))  # as the denial asks
 
-    async def _judge(self, story: Story, rid: str) -> None:
-        """What the client got and what the raw stream holds, against the quiet run's tokens."""
-        asked = story.asked
+    async def _judge(self, story: Story, answer: Answer, rid: str) -> None:
+        """What the client got and what the raw stream holds, against the quiet run's answer."""
         entries = await self._store.command("XRANGE", keys.stream(rid), "-", "+")
         found = [records.decode(fields[1]) for _, fields in entries]
         story.deaths = int(await self._store.command("HGET", keys.request(rid), "dt") or 0)
-        expected = expected_tokens(asked.prompt, asked.num_tokens, seed=asked.seed)
-        if story.finish_reason == "length":
-            if story.tokens != expected:
-                self._complain(story, f"got {story.tokens}, expected {expected}")
-        elif story.tokens != expected[: len(story.tokens)]:
-            self._complain(story, f"got {story.tokens}, not the beginning of {expected}")
+        expected = self._workload.expected(story.asked)
+        if answer.finish_reason not in ("stopped", "poison"):
+            if difference := answer.difference(expected):
+                self._complain(story, difference)
+        elif not answer.is_beginning_of(expected):
+            self._complain(story, f"got {answer.tokens}, not the beginning of {expected.tokens}")
         elif not self._may_be_short(story):
             self._complain(
                 story, f"ended with reason {story.finish_reason!r} after {len(story.tokens)} tokens"

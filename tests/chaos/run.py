@@ -2,10 +2,10 @@
 
 import asyncio
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,13 +14,15 @@ from allspark.launcher import FleetOptions, ManagedProcess
 from allspark_bus import keys
 from allspark_bus.store import Store
 
-from tests.chaos.load import MODEL, Load, Story
+from tests.chaos.load import Load, Story
 from tests.chaos.network import CutFleet
+from tests.chaos.real import RealWorkload
 from tests.chaos.schedule import Fault, plan
+from tests.chaos.scripted import ScriptedWorkload
+from tests.chaos.workload import MODEL, ServedModel, Workload
 from tests.conftest import ValkeyProcess
 from tests.network.proxy import FAULTS
 
-SCRIPTED = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")
 READY_S = 120.0
 BALANCE_S = 30.0
 AT_ONCE = 2  # faults in progress
@@ -28,7 +30,7 @@ AT_ONCE = 2  # faults in progress
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`worker_timeout_s` None: the default of the broker."""
+    """`worker_timeout_s` None: the default of the broker. `engine`: one of `ENGINES`."""
 
     seed: int
     faults: int
@@ -38,6 +40,7 @@ class Options:
     clients: int = 16
     longest_pause_s: float = 8.0
     worker_timeout_s: float | None = None
+    engine: str = "scripted"
     log: Path | None = None
 
     @property
@@ -47,8 +50,15 @@ class Options:
         return (
             f"python -m tests.chaos --seed {self.seed} --faults {self.faults} --workers {self.workers} "
             f"--brokers {self.brokers} --gateways {self.gateways} --clients {self.clients} "
-            f"--longest-pause-s {self.longest_pause_s:g}{timeout}"
+            f"--longest-pause-s {self.longest_pause_s:g} --engine {self.engine}{timeout}"
         )
+
+
+#: A run of few faults rehearses few requests, so that it stays short.
+ENGINES: dict[str, Callable[[Options], Workload]] = {
+    "scripted": lambda options: ScriptedWorkload(options.seed),
+    "real": lambda options: RealWorkload(options.seed, variants=1 + options.faults // 5),
+}
 
 
 @dataclass
@@ -72,7 +82,8 @@ def run(options: Options) -> Outcome:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         (root / "data").mkdir()
-        (root / "m.json").write_text('{"max_length": 512, "max_batch": 8, "step_s": 0.01}')
+        workload = ENGINES[options.engine](options)
+        served = workload.serve(root)
         valkey = ValkeyProcess(root / "data")
         valkey.start()
         try:
@@ -83,9 +94,9 @@ def run(options: Options) -> Outcome:
                 if log is not None:
                     log.write(f"{time.monotonic() - started:9.3f} {name} | {line}\n")
 
-            with CutFleet(_fleet_options(options, root, valkey.url), report) as fleet:
-                fleet.load_model(MODEL, root / "m.json")
-                outcome = asyncio.run(_Run(options, fleet, valkey).run())
+            with CutFleet(_fleet_options(options, served, valkey.url), report) as fleet:
+                fleet.load_model(MODEL, served.path, served.options)
+                outcome = asyncio.run(_Run(options, fleet, valkey, workload).run(served.pace))
             if log is not None:
                 log.close()
             return outcome
@@ -93,24 +104,26 @@ def run(options: Options) -> Outcome:
             valkey.kill()
 
 
-def _fleet_options(options: Options, root: Path, redis: str) -> FleetOptions:
+def _fleet_options(options: Options, served: ServedModel, redis: str) -> FleetOptions:
     timeout = options.worker_timeout_s
     return FleetOptions(
         workers=options.workers,
         brokers=options.brokers,
         gateways=options.gateways,
         redis=redis,
-        model_roots=(root,),
+        model_roots=served.roots,
         drain_s=5.0,
         start_timeout_s=READY_S,
-        worker_command=(sys.executable, SCRIPTED),
+        worker_command=served.worker_command,
+        worker_args=served.worker_args,
         broker_args=() if timeout is None else (f"--worker-timeout-s={timeout}",),
     )
 
 
 class _Run:
-    def __init__(self, options: Options, fleet: CutFleet, valkey: ValkeyProcess) -> None:
+    def __init__(self, options: Options, fleet: CutFleet, valkey: ValkeyProcess, workload: Workload) -> None:
         self._options = options
+        self._workload = workload
         self._fleet = fleet
         self._valkey = valkey
         self._groups = {"worker": fleet.workers, "broker": fleet.brokers, "gateway": fleet.gateways}
@@ -118,17 +131,19 @@ class _Run:
         self._room = asyncio.Semaphore(AT_ONCE)
         self._outcome = Outcome(options)
 
-    async def run(self) -> Outcome:
+    async def run(self, pace: float) -> Outcome:
+        """The schedule, with `pace` times its delays."""
+        await self._workload.rehearse(self._fleet.addresses)
         options, outcome, began = self._options, self._outcome, time.monotonic()
         sizes = {kind: len(group) for kind, group in self._groups.items()} | {"store": 1}
         sizes |= self._fleet.num_links()
         faults = plan(options.seed, options.faults, sizes, options.longest_pause_s)
         store = Store(self._valkey.url, patience_s=None)
-        load = Load(options.seed, self._fleet.client_addresses(), store, options.clients)
+        load = Load(self._workload, self._fleet.client_addresses(), store, options.clients)
         loading = asyncio.create_task(load.run())
         async with asyncio.TaskGroup() as group:
             for fault in faults:
-                await asyncio.sleep(fault.delay_s)  # the schedule
+                await asyncio.sleep(pace * fault.delay_s)  # the schedule
                 await self._room.acquire()
                 group.create_task(self._guarded(fault))
         load.finish()
@@ -193,7 +208,9 @@ class _Run:
             while True:
                 stat = await client.stat(MODEL)
                 used = (stat.used_span, stat.pendding_request, stat.running_request)
-                wrong = [f"when idle, spans used, pending and running are {used}"] if any(used) else []
+                is_idle = not any(used) and stat.free_span == stat.total_span > 0
+                what = f"of {stat.total_span} spans {stat.free_span} are free; used, pending, running: {used}"
+                wrong = [] if is_idle else [f"when idle, {what}"]
                 wrong += await _leftovers(store)
                 if not wrong or time.monotonic() > until:
                     return wrong

@@ -1,4 +1,4 @@
-"""What goes wrong and what is asked meanwhile: pure functions of a seed, so that a run can be repeated."""
+"""What goes wrong: a pure function of a seed, so that a run can be repeated."""
 
 import random
 from collections.abc import Mapping
@@ -54,16 +54,6 @@ class Fault:
         return f"{self.name}{way} {self.target}" + (f" for {self.pause_s:.1f} s" if self.pause_s else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One request of the load. `stop_after` tokens its client stops it; 0: it runs to its end."""
-
-    prompt: list[int]
-    num_tokens: int
-    seed: int
-    stop_after: int = 0
-
-
 def plan(seed: int, count: int, sizes: Mapping[str, int], longest_pause_s: float) -> list[Fault]:
     """The faults of a seed. The first ones are one of each kind, in an order that depends on the seed."""
     rng = random.Random(seed)
@@ -81,12 +71,3 @@ def plan(seed: int, count: int, sizes: Mapping[str, int], longest_pause_s: float
         )
         for kind, action in chosen
     ]
-
-
-def ask(seed: int, index: int) -> Ask:
-    """The load's request of this number."""
-    rng = random.Random(f"{seed}/{index}")
-    prompt = [rng.randrange(1, 1000) for _ in range(rng.randint(1, 40))]
-    num_tokens = rng.randint(1, 60)
-    stop_after = rng.randint(1, num_tokens) if rng.random() < 0.1 else 0
-    return Ask(prompt, num_tokens, rng.randrange(1 << 31), stop_after)

@@ -1,6 +1,7 @@
 """A short schedule of every kind of fault against a fleet of processes; `make chaos` runs a long one."""
 
 from dataclasses import replace
+from itertools import count
 from xml.etree import ElementTree
 
 import pytest
@@ -8,12 +9,22 @@ import pytest
 from tests.chaos import report
 from tests.chaos.load import Story
 from tests.chaos.run import Options, Outcome, run
-from tests.chaos.schedule import WEIGHTS, Fault, ask, plan
+from tests.chaos.schedule import WEIGHTS, Fault, plan
+from tests.chaos.scripted import ask
 
 SEED = 20_261_201
 SHORT = Options(
     SEED, len(WEIGHTS), workers=2, brokers=2, gateways=2, clients=8, longest_pause_s=2.5, worker_timeout_s=1.5
 )
+
+
+DEEP = replace(SHORT, faults=3, brokers=1, gateways=1, clients=6, engine="real")
+
+
+def first_seed(*names: str) -> int:
+    """The first seed whose schedule begins with these faults."""
+    sizes = dict.fromkeys((kind for kind, _ in WEIGHTS), 1)
+    return next(s for s in count(1) if [f.name for f in plan(s, len(names), sizes, 1.0)] == list(names))
 
 
 @pytest.mark.slow
@@ -23,6 +34,15 @@ def test_every_request_survives_every_kind_of_fault() -> None:
     assert {(fault.kind, fault.action) for fault, _ in outcome.hits} == set(WEIGHTS)
     assert len(outcome.stories) > SHORT.clients
     assert outcome.reasons()["length"] > len(outcome.stories) / 2
+
+
+@pytest.mark.slow
+def test_every_kind_of_request_to_the_real_engine_survives_kills_and_a_pause() -> None:
+    options = replace(DEEP, seed=first_seed("worker kill", "broker kill", "worker pause"))
+    outcome = run(options)
+    assert not outcome.complaints, "\n".join([f"repeat it with: {options.replay}", *outcome.complaints])
+    assert len(outcome.hits) == options.faults
+    assert len(outcome.stories) > options.clients
 
 
 def test_schedule_is_a_function_of_its_seed() -> None:
