@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
-from collections.abc import Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import grpc.aio
 import msgpack
 import pytest
 from allspark_bus import keys
 from allspark_bus.errors import Damaged
-from allspark_bus.store import Store
-from allspark_gateway.main import Gateway
-from allspark_gateway.settings import GatewaySettings
 from allspark_proto import allspark_service_pb2 as pb
-from allspark_proto.allspark_service_pb2_grpc import AllSparkStub
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.fleet.harness import MiniFleet, request
+from tests.fleet.harness import request
 from tests.fleet.scripted_engine import expected_tokens
+from tests.fuzz.fleet_bench import Bench, open_bench
 from tests.fuzz.fuzzing import fuzz
 
-PATIENCE_S = 60
-SUCCESS, RUNTIME, ILLEGAL = pb.ALLSPARK_SUCCESS, pb.ALLSPARK_RUNTIME_ERROR, pb.ALLSPARK_ILLEGAL_REQUEST_ID
-FINISHED, INTERRUPTED = pb.GenerateFinished, pb.GenerateInterrupted
+SUCCESS, ILLEGAL = pb.ALLSPARK_SUCCESS, pb.ALLSPARK_ILLEGAL_REQUEST_ID
 LONG = 30
 
 Command = tuple[str | bytes, ...]
@@ -40,81 +31,21 @@ class Damage(NamedTuple):
     commands: tuple[Command, ...]
 
 
-class Bench(NamedTuple):
-    """A fleet of one broker, one worker and one gateway, and an event loop for them."""
-
-    runner: asyncio.Runner
-    fleet: MiniFleet
-    gateway: Gateway
-    channel: grpc.aio.Channel
-    stub: AllSparkStub
-    serial: Iterator[int]
-
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        self.runner.run(asyncio.wait_for(work, PATIENCE_S))
-
-    async def start(self, uuid: str, prompt: list[int], new: int, model: str = "m") -> None:
-        reply = await self.stub.StartRequest(request(uuid, prompt, new, model), timeout=20)
-        assert reply.as_status == SUCCESS, uuid
-
-    async def tokens(self, uuid: str) -> list[int]:
-        """Everything that Get gives until it gives nothing."""
-        found: list[int] = []
-        while True:
-            answer = await self.stub.Get(pb.UUID(uuid=uuid), timeout=20)
-            if not answer.ids_from_generate:
-                return found
-            found += answer.ids_from_generate
-
-    async def until_over(self, uuid: str) -> int:
-        """Until the status is terminal; that of a record which cannot be read counts as well."""
-        while True:
-            status = (await self.stub.GenerateStatus(pb.UUID(uuid=uuid), timeout=20)).status
-            if status in (FINISHED, INTERRUPTED):
-                return int(status)
-            await asyncio.sleep(0.02)  # polls the gateway: a damaged record tells nobody when it changes
-
-    async def damage(self, uuid: str, damage: Damage) -> None:
-        names = {"HASH": keys.request(f"default/{uuid}"), "STREAM": keys.stream(f"default/{uuid}")}
-        for command in damage.commands:
-            if command[0] == "SET":  # of whatever type it was
-                await self.fleet.store.command("DEL", names[str(command[1])])
-            with contextlib.suppress(Damaged):  # what is no hash any more has no fields to damage
-                await self.fleet.store.command(*(names.get(str(part), part) for part in command))
-
-    def check_alive(self) -> None:
-        for process in [self.fleet.broker, *self.fleet.workers]:
-            assert process is not None and process.popen.poll() is None
-
-
 @pytest.fixture(scope="module")
 def bench(valkey_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     if valkey_server.process is None:
         valkey_server.start()
-    with asyncio.Runner() as runner:
-        made = runner.run(_open(runner, valkey_server.url, tmp_path_factory.mktemp("models")))
+    with open_bench(valkey_server.url, tmp_path_factory.mktemp("models")) as made:
         yield made
-        runner.run(_close(made))
 
 
-async def _open(runner: asyncio.Runner, redis: str, directory: Path) -> Bench:
-    store = Store(redis)
-    await store.command("FLUSHALL")
-    await store.close()
-    fleet = MiniFleet(redis, directory)
-    fleet.write_model(step_s=0.005, max_batch=8)
-    fleet.start_worker()
-    await fleet.build_and_start()
-    gateway = Gateway(GatewaySettings(grpc=("127.0.0.1:0",), broker=(fleet.frontend,), redis=redis))
-    await gateway.open()
-    channel = grpc.aio.insecure_channel(gateway.listeners[0].bound)
-    return Bench(runner, fleet, gateway, channel, AllSparkStub(channel), itertools.count())
-
-
-async def _close(bench: Bench) -> None:
-    await bench.channel.close()
-    await bench.gateway.close()
-    await bench.fleet.close()
+async def inflict(bench: Bench, uuid: str, damage: Damage) -> None:
+    names = {"HASH": keys.request(f"default/{uuid}"), "STREAM": keys.stream(f"default/{uuid}")}
+    for command in damage.commands:
+        if command[0] == "SET":  # of whatever type it was
+            await bench.fleet.store.command("DEL", names[str(command[1])])
+        with contextlib.suppress(Damaged):  # what is no hash any more has no fields to damage
+            await bench.fleet.store.command(*(names.get(str(part), part) for part in command))
 
 
 async def survives(bench: Bench, damage: Damage, generated: int, new: int) -> None:
@@ -125,7 +56,7 @@ async def survives(bench: Bench, damage: Damage, generated: int, new: int) -> No
     await bench.start(neighbour, prompts[1], LONG)
     await bench.start(victim, prompts[0], new)
     await bench.fleet.generated(victim, generated)
-    await bench.damage(victim, damage)
+    await inflict(bench, victim, damage)
     uuid, names = pb.UUID(uuid=victim), pb.StopRequestRequest(uuid=victim)
     await bench.stub.GeneratedLength(uuid, timeout=20)
     await bench.stub.GetNoWait(uuid, timeout=20)
@@ -227,9 +158,9 @@ def test_a_request_that_cannot_be_resumed_ends_and_the_others_go_on(entry: bytes
             await bench.start(uuid, [number + 1, index], 400)
             await bench.fleet.generated(uuid, 3)
         bench.fleet.workers.pop().kill()
-        await bench.damage(uuids[0], one("XADD", "STREAM", "399-0", "m", entry))
+        await inflict(bench, uuids[0], one("XADD", "STREAM", "399-0", "m", entry))
         bench.fleet.start_worker()
-        assert await bench.until_over(uuids[0]) == INTERRUPTED
+        assert await bench.until_over(uuids[0]) == pb.GenerateInterrupted
         assert await bench.tokens(uuids[1]) == expected_tokens([number + 1, 1], 400)
         for uuid in uuids:
             await bench.stub.ReleaseRequest(pb.StopRequestRequest(uuid=uuid), timeout=20)

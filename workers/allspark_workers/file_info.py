@@ -9,8 +9,10 @@ from allspark_bus.errors import FileError
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto.version import VERSION
 
+from allspark_workers.files import read_text
 from allspark_workers.paths import confine
 
+_MAX_CONFIG_BYTES = 16 << 20
 _GGUF_MAGIC = b"GGUF"
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
@@ -35,10 +37,11 @@ def _version(path: Path) -> str:
             if head[:4] != _GGUF_MAGIC or len(head) < 8:
                 raise FileError(f"{path.name} is not a GGUF file")
             return f"{int.from_bytes(head[4:], 'little')}.0.0"
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+        config = json.loads(read_text(path / "config.json", _MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as e:
         raise FileError(f"{path.name} cannot be read as a model: {e}") from e
-    match = _VERSION.match(str(config.get("transformers_version", "")))
+    recorded = config.get("transformers_version") if isinstance(config, dict) else None
+    match = _VERSION.match(str(recorded))
     if match is None:
         raise FileError(f"{path.name}/config.json records no transformers_version")
     return match[0]

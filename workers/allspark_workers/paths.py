@@ -14,19 +14,20 @@ def confine(path: str, roots: Sequence[Path]) -> Path:
     if "\0" in path:
         raise FileError("a path must not contain a zero byte")
     if not roots:
-        raise FileError(f"{path!r} cannot be loaded: this worker has no --model-root")
+        raise FileError(f"{path[:200]!r} cannot be loaded: this worker has no --model-root")
     missing = False
     for root in roots:
         real_root = root.resolve()
         try:
             real = (real_root / path).resolve()
+            if real != real_root and real_root not in real.parents:
+                continue
+            if real.is_dir() or real.is_file():
+                return real
         except (OSError, RuntimeError) as e:
-            raise FileError(f"{path!r} cannot be resolved: {e}") from e
-        if real != real_root and real_root not in real.parents:
-            continue
-        if real.is_dir() or real.is_file():
-            return real
+            reason = e.strerror if isinstance(e, OSError) else e
+            raise FileError(f"{path[:200]!r} cannot be resolved: {reason}") from e
         missing = True
     if missing:
-        raise FileError(f"{path!r} does not exist, or is neither a file nor a directory")
-    raise FileError(f"{path!r} is outside the model root ({', '.join(map(str, roots))})")
+        raise FileError(f"{path[:200]!r} does not exist, or is neither a file nor a directory")
+    raise FileError(f"{path[:200]!r} is outside the model root ({', '.join(map(str, roots))})")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
+from allspark_workers.files import read_text
 from allspark_workers.models.architecture import (
     ROPE_TYPES,
     Activation,
@@ -241,9 +242,7 @@ def _eos_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ModelIOError(f"{path} has more than {_MAX_BYTES} bytes: it is no model's configuration")
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads(read_text(path, _MAX_BYTES))
     except FileNotFoundError as error:
         raise ModelIOError(f"{path} is missing: not a Hugging Face model directory") from error
     except (OSError, ValueError, RecursionError) as error:

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 import regex
 
 from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
+from allspark_workers.files import read_text
 
 Number = TypeVar("Number", int, float)
 
@@ -121,9 +122,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
     """Raises ModelIOError (unreadable or malformed) or UnsupportedModelError (with what is not done)."""
     path = directory / CONFIG_FILE
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ModelIOError(f"{path} has more than {_MAX_BYTES} bytes: it is no adapter's configuration")
-        fields = json.loads(path.read_text("utf-8"))
+        fields = json.loads(read_text(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelIOError(f"{path} cannot be read: {error}") from error
     if not isinstance(fields, dict):

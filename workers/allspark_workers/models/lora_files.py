@@ -89,6 +89,8 @@ class AdapterReader:
 
     def _open(self) -> Any:
         path = self._directory / WEIGHTS_FILE
+        if path.exists() and not path.is_file():
+            raise ModelIOError(f"{path} is no regular file")
         try:
             return safe_open(path, framework="pt", device="cpu")
         except FileNotFoundError as error:

@@ -11,9 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from allspark_workers.engine.errors import ModelIOError, UnsupportedModelError
+from allspark_workers.files import read_text
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 64 << 20
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -88,15 +90,17 @@ def _weight_files(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if not index.exists():
         single = directory / _SINGLE
-        if not single.exists():
+        if not single.is_file():
             raise ModelIOError(f"{directory} has neither {_SINGLE} nor {_INDEX}")
         return [single]
     try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(read_text(index, _MAX_INDEX_BYTES))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelIOError(f"{index} is not a safetensors index: {error!r}") from error
     for name in names:
         # The index comes with the model: it must not lead out of the directory the caller confined us to.
         if not isinstance(name, str) or Path(name).name != name:
             raise ModelIOError(f"{index} names the weight file {name!r}, which is not a plain file name")
+        if (directory / name).exists() and not (directory / name).is_file():
+            raise ModelIOError(f"{directory / name} is no regular file")
     return [directory / name for name in names]

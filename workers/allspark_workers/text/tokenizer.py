@@ -4,16 +4,21 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
+from allspark_workers.files import read_text
 from allspark_workers.text import gguf_tokenizer
 from allspark_workers.text.chat import render_chat
 from allspark_workers.text.errors import TextError
 from allspark_workers.text.gguf_header import read_header
 from allspark_workers.text.stream import TextStream
+
+#: The largest that are known: a tokenizer.json of 35 MB, a tokenizer_config.json of 3 MB.
+MAX_TOKENIZER_BYTES: Final = 256 << 20
+MAX_CONFIG_BYTES: Final = 16 << 20
 
 __all__ = ["TextError", "Tokenizer", "find_tokenizer", "load_tokenizer"]
 
@@ -152,7 +157,7 @@ def _from_json(path: Path) -> Tokenizer:
     if not path.is_file():
         raise TextError(f"{path} does not exist; name a directory with a tokenizer.json, or a GGUF file")
     try:
-        raw = RawTokenizer.from_file(str(path))
+        raw = RawTokenizer.from_str(read_text(path, MAX_TOKENIZER_BYTES))
     except Exception as error:  # the library has no error of its own
         raise TextError(f"{path} is no tokenizer: {error}") from error
     # They belong to the training of embeddings: padding to a length in the file is memory without bound.
@@ -175,7 +180,7 @@ def _from_json(path: Path) -> Tokenizer:
 def _template(path: Path, config: Mapping[str, Any]) -> str | None:
     file = path.with_name("chat_template.jinja")
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_text(file, MAX_CONFIG_BYTES)
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates; the one for plain chat is called "default"
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
@@ -211,7 +216,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        value = json.loads(read_text(path, MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise TextError(f"{path} is not JSON: {error}") from error
     return value if isinstance(value, dict) else {}
