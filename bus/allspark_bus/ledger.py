@@ -11,16 +11,15 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from allspark_proto import records
 
-from allspark_bus import damage, keys
+from allspark_bus import damage, keys, upkeep
 from allspark_bus.errors import Damaged
-from allspark_bus.node import MAX_BATCH
-from allspark_bus.round_trip import Arg, Command
+from allspark_bus.round_trip import Arg
 from allspark_bus.scripts import Script
 from allspark_bus.store import Store
+from allspark_bus.upkeep import is_of, outcomes, text_of
 
 ADMIT = Script.load("admit")
 ADVANCE = Script.load("advance")
@@ -164,7 +163,7 @@ class Ledger:
                 )
             ],
         )
-        if _text(reply[3]) != tag:  # else this very call recorded it, even if its first answer was lost
+        if text_of(reply[3]) != tag:  # else this very call recorded it, even if its first answer was lost
             await self._store.batch(
                 [
                     ("ZREM", keys.open_requests(entry.model), member),
@@ -172,7 +171,7 @@ class Ledger:
                 ]
             )
         with damage.named(f"request {rid}"):
-            admission = Admission(_text(reply[0]), int(reply[1]), _text(reply[2]))
+            admission = Admission(text_of(reply[0]), int(reply[1]), text_of(reply[2]))
         if admission.outcome != "new":
             await self._store.replicated(keys.request(rid))  # by whoever wrote it
         return admission
@@ -186,7 +185,7 @@ class Ledger:
             reply = await self._store.script(
                 ADVANCE, [keys.request(rid)], [expected_epoch, worker, 1 if died else 0, self._broker]
             )
-            return Advance(_text(reply[0]), int(reply[1]), _text(reply[2]), int(reply[3]), int(reply[4]))
+            return Advance(text_of(reply[0]), int(reply[1]), text_of(reply[2]), int(reply[3]), int(reply[4]))
 
     async def append(self, appends: Sequence[Append]) -> list[tuple[int, int]]:
         """Appends one step of many requests: a (code, tokens in the stream) for each.
@@ -201,7 +200,7 @@ class Ledger:
         replies = [(DAMAGED, 0) if isinstance(r, Damaged) else r for r in replies]
         # Not before the answers: a refused zombie must not hide a request that goes on elsewhere.
         ended = [
-            ("ZREM", keys.open_requests(a.model), keys.index_entry(a.request_id, _text(reply[2])))
+            ("ZREM", keys.open_requests(a.model), keys.index_entry(a.request_id, text_of(reply[2])))
             for a, reply in zip(appends, replies, strict=True)
             if a.ending is not None and int(reply[0]) in (APPENDED, CLOSED)
         ]
@@ -232,7 +231,7 @@ class Ledger:
         reply = await self._store.script(
             FINISH, _keys(rid), [ending.status, ending.reason, ending.message, now_ms()]
         )
-        outcome, worker, model, tag = map(_text, reply)
+        outcome, worker, model, tag = map(text_of, reply)
         if model:
             await self._store.command("ZREM", keys.open_requests(model), keys.index_entry(rid, tag))
         return outcome, worker
@@ -245,7 +244,7 @@ class Ledger:
     async def release(self, rid: str) -> tuple[str, str, bool]:
         """Forgets a request: ("ok"|"released"|"unknown", worker that held it or "", was it open)."""
         reply = await self._store.script(RELEASE, _keys(rid), [now_ms()])
-        outcome, worker, model, state, tag = map(_text, reply)
+        outcome, worker, model, state, tag = map(text_of, reply)
         tenant, _ = keys.split_request_id(rid)
         if outcome != "unknown":  # "released": perhaps by somebody who died before these lines
             member = keys.index_entry(rid, tag)
@@ -271,7 +270,7 @@ class Ledger:
     async def model_of(self, rid: str) -> str | None:
         """The model of a request that has not been released."""
         model = await self._store.command("HGET", keys.request(rid), "md")
-        return None if model is None else _text(model)
+        return None if model is None else text_of(model)
 
     async def open_requests(self, model: str) -> list[str]:
         """Ids of the model's open requests, oldest first; may name some that just ended."""
@@ -280,12 +279,12 @@ class Ledger:
     async def open_entries(self, model: str) -> list[tuple[str, str]]:
         """(id, tag) of every entry in the index of the model's open requests, oldest first."""
         found = await self._store.command("ZRANGE", keys.open_requests(model), 0, -1)
-        return [keys.split_index_entry(_text(r)) for r in found]
+        return [keys.split_index_entry(text_of(r)) for r in found]
 
     async def holders(self, entries: Sequence[tuple[str, str]]) -> list[Holder | Damaged | None]:
         """Who has each request of an index; None for an entry whose request has ended."""
         fields = ("st", "ix", "ep", "wk", "br")
-        found = await self._outcomes([("HMGET", keys.request(rid), *fields) for rid, _ in entries])
+        found = await outcomes(self._store, [("HMGET", keys.request(rid), *fields) for rid, _ in entries])
         return [_holder(rid, tag, record) for (rid, tag), record in zip(entries, found, strict=True)]
 
     async def num_open(self, model: str) -> int:
@@ -301,40 +300,17 @@ class Ledger:
     async def tenant_requests(self, tenant: str) -> list[str]:
         """Ids of the tenant's requests that have not been released; may name some that expired."""
         found = await self._store.command("SMEMBERS", keys.tenant_requests(tenant))
-        return list({keys.split_index_entry(_text(r))[0] for r in found})
+        return list({keys.split_index_entry(text_of(r))[0] for r in found})
 
     async def num_unreleased(self, model: str, tenant: str) -> int:
         """How many of a tenant's requests of a model are still in the ledger."""
         rids = await self.tenant_requests(tenant)
-        owners = await self._outcomes([("HGET", keys.request(r), "md") for r in rids])
+        owners = await outcomes(self._store, [("HGET", keys.request(r), "md") for r in rids])
         return owners.count(model.encode())
 
-    async def _outcomes(self, commands: Sequence[Command]) -> list[Any]:
-        """For any number of requests: in parts, which leave room for the other calls of this process."""
-        parts = [commands[i : i + MAX_BATCH] for i in range(0, len(commands), MAX_BATCH)]
-        return [outcome for part in parts for outcome in await self._store.outcomes(part)]
-
     async def sweep_tenants(self) -> int:
-        """Drops index entries whose ledger record expired; returns how many."""
-        return sum([await self._sweep(key) async for key in self._store.scan(keys.tenant_requests("*"))])
-
-    async def _sweep(self, index: str) -> int:
-        try:
-            members = [_text(m) for m in await self._store.command("SMEMBERS", index)]
-        except Damaged as e:
-            log.error("the index %s of a tenant's requests is not swept: %s", index, e.reason)
-            return 0
-        entries = [keys.split_index_entry(m) for m in members]
-        found = await self._outcomes([("HMGET", keys.request(rid), "st", "ix") for rid, _ in entries])
-        gone = [
-            member
-            for member, (_, tag), record in zip(members, entries, found, strict=True)
-            if not isinstance(record, Damaged)
-            and (record[0] in (None, b"released") or not _is_of(record[1], tag))
-        ]
-        if gone:
-            await self._store.command("SREM", index, *gone)
-        return len(gone)
+        """Drops index entries whose ledger record expired; returns how many. See `upkeep`."""
+        return await upkeep.sweep(self._store)
 
     async def tokens(self, rid: str) -> list[int]:
         """Every token in the stream; a worker reads them before it continues a request. Raises Damaged."""
@@ -363,24 +339,14 @@ def _holder(rid: str, tag: str, record: Sequence[bytes] | Damaged) -> Holder | D
     if isinstance(record, Damaged):
         return record
     state, found, epoch, worker, broker = record
-    if state != b"open" or not _is_of(found, tag):
+    if state != b"open" or not is_of(found, tag):
         return None
     try:
         with damage.named(f"request {rid}"):
-            return Holder(int(epoch), worker.decode(), _text(broker or b""))
+            return Holder(int(epoch), worker.decode(), text_of(broker or b""))
     except Damaged as error:
         return error
 
 
-def _is_of(found: bytes | None, tag: str) -> bool:
-    """Whether an index entry with this tag belongs to the record that has, or should have, `found` in it."""
-    return found is None or _text(found) == tag
-
-
 def _keys(rid: str) -> list[str]:
     return [keys.request(rid), keys.stream(rid)]
-
-
-def _text(value: Any) -> str:
-    # What is no text matches nothing of ours, and is no reason to fail here.
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

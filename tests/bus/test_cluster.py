@@ -165,6 +165,18 @@ async def test_a_replica_takes_over_from_a_killed_master(nodes: ClusterNodes, st
     await until("the old master follows", lambda: ask(killed.port, "ROLE")[0] == "slave")
 
 
+async def test_an_open_request_that_another_master_forgot_is_indexed_again(store: Store) -> None:
+    ledger = Ledger(store)
+    for name in ("open", "ended"):
+        await ledger.admit(entry(f"default/{name}"), b"d")
+    await ledger.append([Append("default/ended", "m", 1, 0, (), Ending(3, "eos"))])
+    before = await ledger.open_entries("m")
+    assert [rid for rid, _ in before] == ["default/open"]
+    await store.command("DEL", keys.open_requests("m"))
+    assert await ledger.sweep_tenants() == 0
+    assert await ledger.open_entries("m") == before
+
+
 async def test_without_any_node_calls_fail_within_their_patience() -> None:
     store = Store("redis+cluster://127.0.0.1:1,127.0.0.1:2", patience_s=0.2)
     with pytest.raises(StoreUnavailable, match="unreachable"):
