@@ -46,6 +46,12 @@ chaos-depth: FAULTS := $(if $(filter file,$(origin FAULTS)),100,$(FAULTS))
 chaos-depth: $(VENV)/.dev-installed ## The same with the demo model and every kind of request (FAULTS=100 SEED=...)
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) $(DEPTH)
 
+SECONDS ?= 30
+TARGETS ?=
+.PHONY: fuzz
+fuzz: $(VENV)/.dev-installed ## Damaged input of every kind from outside, for a time each (SECONDS=30 TARGETS=...)
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(TARGETS)
+
 .PHONY: lint
 lint: $(VENV)/.dev-installed ## Style
 	$(BIN)/ruff check .

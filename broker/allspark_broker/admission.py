@@ -37,9 +37,10 @@ def check_uuid(uuid: str, max_bytes: int) -> None:
 def check_request(request: pb.StartRequestRequest, facts: fleet.ModelFacts) -> None:
     """Raises ParamError, LimitError or CacheMemoryOut with the first thing that is wrong."""
     _check_counts(request.config)
-    prompt = tensors.prompt_ids(request)
+    prompt = tensors.prompt_ids(request, facts.max_length)
     for name, tensor in request.inputs.tensor_map.items():
-        tensors.check(name, tensor)
+        # No input of a request has more than one hidden state for each token.
+        tensors.check(name, tensor, facts.max_length * max(1, facts.hidden_size))
     _check_memory(len(prompt), facts)
     _check_lengths(len(prompt), request.config.max_length, facts)
     _check_ids("input_ids", prompt, facts.vocab_size)

@@ -10,7 +10,8 @@ from allspark_bus.errors import LimitError, ParamError
 
 #: What NumPy 1 and 2 both take.
 _MAX_DIMS = 32
-_MAX_EXPANDED_BYTES = 1 << 28
+#: Of a sparse layout, where the caller knows no tighter bound.
+MAX_EXPANDED_VALUES = 1 << 25
 _DTYPES: dict[int, np.dtype[np.generic]] = {
     pb.FLOAT32: np.dtype("<f4"),
     pb.FLOAT16: np.dtype("<f2"),
@@ -24,10 +25,11 @@ _DTYPES: dict[int, np.dtype[np.generic]] = {
 }
 
 
-def to_array(name: str, tensor: pb.Tensor) -> NDArray[np.generic]:
+def to_array(name: str, tensor: pb.Tensor, max_values: int = MAX_EXPANDED_VALUES) -> NDArray[np.generic]:
     """The values, shaped; bfloat16 as raw uint16, CSC and ELL expanded to dense.
 
-    Raises ParamError when type, shape and bytes do not agree.
+    Raises ParamError when type, shape and bytes do not agree, LimitError for a sparse layout that stands for
+    more than `max_values`: a few bytes may stand for any number.
     """
     dtype = _DTYPES.get(tensor.data_type)
     if dtype is None:
@@ -42,8 +44,10 @@ def to_array(name: str, tensor: pb.Tensor) -> NDArray[np.generic]:
     if len(dims) != 2:
         raise ParamError(f"tensor {name!r}: sparse layouts are for two dimensions, shape is {dims}")
     # An empty matrix may have one long side, too.
-    if max(1, dims[0]) * max(1, dims[1]) * dtype.itemsize > _MAX_EXPANDED_BYTES:
-        raise LimitError(f"tensor {name!r}: shape {dims} is too large to expand")
+    if max(1, dims[0]) * max(1, dims[1]) > max_values:
+        raise LimitError(
+            f"tensor {name!r}: shape {dims} is too large to expand, the limit is {max_values} values"
+        )
     if tensor.data_mode == pb.CSC:
         return _from_csc(name, tensor.data, dtype, dims[0], dims[1])
     if tensor.data_mode == pb.ELL:
@@ -51,10 +55,10 @@ def to_array(name: str, tensor: pb.Tensor) -> NDArray[np.generic]:
     raise ParamError(f"tensor {name!r}: data_mode {tensor.data_mode} is unknown")
 
 
-def check(name: str, tensor: pb.Tensor) -> None:
-    """Raises ParamError when type, shape and bytes do not agree; a STRING is UTF-8, dims [1]."""
+def check(name: str, tensor: pb.Tensor, max_values: int = MAX_EXPANDED_VALUES) -> None:
+    """Raises as `to_array`; a STRING is UTF-8, dims [1]."""
     if tensor.data_type != pb.STRING:
-        to_array(name, tensor)
+        to_array(name, tensor, max_values)
         return
     if list(tensor.shape.dims) != [1]:
         raise ParamError(f"tensor {name!r}: a STRING tensor holds one string, so its shape is [1]")
@@ -143,7 +147,7 @@ def from_string(name: str, text: str) -> pb.Tensor:
     )
 
 
-def prompt_ids(request: pb.StartRequestRequest) -> NDArray[np.int64]:
+def prompt_ids(request: pb.StartRequestRequest, max_values: int = MAX_EXPANDED_VALUES) -> NDArray[np.int64]:
     """The prompt [S] of a Generate request: tensor `input_ids`, [1, S] or [S], INT64 or INT32.
 
     Raises ParamError (missing, wrong type or shape) or LimitError (more than one row).
@@ -154,7 +158,7 @@ def prompt_ids(request: pb.StartRequestRequest) -> NDArray[np.int64]:
     if tensor.data_type not in (pb.INT64, pb.INT32):
         name = pb.DATA_TYPE.Name(tensor.data_type) if tensor.data_type in pb.DATA_TYPE.values() else "unknown"
         raise ParamError(f"tensor 'input_ids' must be INT64 or INT32, not {name} ({tensor.data_type})")
-    ids = to_array("input_ids", tensor)
+    ids = to_array("input_ids", tensor, max_values)
     if ids.ndim not in (1, 2):
         raise ParamError(f"tensor 'input_ids' must have shape [1, S] or [S], not {list(ids.shape)}")
     if ids.ndim == 2 and ids.shape[0] > 1:

@@ -89,7 +89,7 @@ def _max_new_tokens(request: pb.StartRequestRequest) -> int | None:
     tensor = request.inputs.tensor_map[MAX_NEW_TOKENS]
     if tensor.data_type not in (pb.INT64, pb.INT32):
         raise ParamError(f"tensor {MAX_NEW_TOKENS!r} must be INT64 or INT32")
-    values = np.ravel(tensors.to_array(MAX_NEW_TOKENS, tensor))
+    values = np.ravel(tensors.to_array(MAX_NEW_TOKENS, tensor, 1))
     if len(values) != 1 or int(values[0]) < 1:
         raise ParamError(f"tensor {MAX_NEW_TOKENS!r} must hold one number of at least 1")
     return int(values[0])

@@ -277,3 +277,16 @@ def test_hidden_states_that_no_message_holds_are_rejected() -> None:
     with pytest.raises(FleetError) as e:
         check_request(big, facts)
     assert e.value.status == pb.ALLSPARK_EXCEED_LIMIT_ERROR
+
+
+@pytest.mark.parametrize(("name", "fits", "limit"), [("input_ids", 4, 32), ("extra", 256, 256)])
+def test_a_sparse_tensor_stands_for_no_more_than_the_model_reads(name: str, fits: int, limit: int) -> None:
+    """An empty ELL matrix of any shape takes no bytes on the wire."""
+    r = request()
+    r.inputs.tensor_map[name].CopyFrom(pb.Tensor(data_type=pb.INT64, data_mode=pb.ELL))
+    r.inputs.tensor_map[name].shape.dims[:] = [1, limit + 1]
+    with pytest.raises(FleetError, match=f"too large to expand, the limit is {limit} values") as caught:
+        check_request(r, FACTS)
+    assert caught.value.status == pb.ALLSPARK_EXCEED_LIMIT_ERROR
+    r.inputs.tensor_map[name].shape.dims[:] = [1, fits]
+    check_request(r, FACTS)

@@ -161,6 +161,8 @@ GEMMA = {key: value for key, value in hf_config("gemma2", ROPES[0]).items() if k
 @example(data=json.dumps(LLAMA | {"rope_parameters": [1]}).encode())
 @example(data=json.dumps(GEMMA | {"query_pre_attn_scalar": -4}).encode())
 @example(data=json.dumps(LLAMA | {"rope_parameters": ROPES[2] | {"beta_fast": -1}}).encode())
+@example(data=json.dumps(LLAMA | {"rope_parameters": ROPES[2] | {"beta_fast": 1e308}}).encode())
+@example(data=json.dumps(LLAMA | {"rope_parameters": ROPES[2] | {"beta_slow": 1e-320}}).encode())
 def test_a_damaged_config_is_refused_or_describes_a_model(data: bytes, folder: Path) -> None:
     (folder / "config.json").write_bytes(data)
     with bounded_time():

@@ -13,6 +13,10 @@ _MAX_SIZE: Final = 2**31
 Activation = Literal["silu", "gelu_tanh"]
 
 
+#: Rotations over a context, which is a number of tokens: beyond these the formula leaves the floats.
+MIN_BETA, MAX_BETA = 1e-9, 1e9
+
+
 @dataclass(frozen=True, slots=True)
 class RopeParams:
     """Rotary embedding: base and how it is stretched beyond the trained context.
@@ -48,7 +52,7 @@ class RopeParams:
         numbers = (self.theta, self.factor, self.attention_factor or 0.0, self.mscale, self.mscale_all_dim)
         if not all(map(math.isfinite, numbers)) or min(numbers[2:]) < 0:
             raise ValueError(f"rope base, factor, attention factor and scales {numbers}")
-        if not (0 < self.beta_slow < math.inf and 0 < self.beta_fast < math.inf):
+        if not all(MIN_BETA <= beta <= MAX_BETA for beta in (self.beta_slow, self.beta_fast)):
             raise ValueError(f"rope betas {self.beta_fast}, {self.beta_slow}")
         if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(f"rope frequency factors {self.low_freq_factor}, {self.high_freq_factor}")
