@@ -52,6 +52,21 @@ async def until(what: str, holds: Callable[[], object]) -> None:
     await asyncio.to_thread(wait_for, what, holds)
 
 
+FILLER, FILLER_BYTES, ROOM_BYTES = "filler", 16 << 20, 4 << 20
+
+
+def fill_memory(port: int) -> None:
+    """Leaves a server without memory, far beyond what processes could free by chance."""
+    used = int(fields_of(ask(port, "INFO", "memory"))["used_memory"])
+    ask(port, "CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", used + ROOM_BYTES)
+    ask(port, "SETRANGE", FILLER, FILLER_BYTES, "0")
+
+
+def free_memory(port: int) -> None:
+    """Gives the server room again; the limit stays."""
+    ask(port, "DEL", FILLER)
+
+
 def fields_of(text: str) -> dict[str, str]:
     """INFO and CLUSTER INFO."""
     return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)

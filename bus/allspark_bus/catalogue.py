@@ -14,12 +14,12 @@ from allspark_bus import damage, keys
 from allspark_bus.compute_unit import parse_unit
 from allspark_bus.errors import Damaged
 from allspark_bus.round_trip import Arg
-from allspark_bus.scripts import Script
+from allspark_bus.scripts import ALLOW_OOM, ANYWAY, Script
 from allspark_bus.store import Store
 
 log = logging.getLogger(__name__)
 
-PUT = Script.load("put_model")
+PUT = Script.load("put_model", ALLOW_OOM)
 REPORT_S = 30.0  # a damaged record is logged this often
 
 
@@ -119,7 +119,7 @@ class Catalogue:
     async def put(self, record: ModelRecord) -> ModelRecord | None:
         """Writes over generation `record.generation` (0: a new one); None if somebody else was first."""
         # Named before, so that a record is never without; and after, in case somebody is just removing it.
-        name = ("SADD", keys.MODELS, record.name)
+        name = ANYWAY.command([keys.MODELS], ["SADD", record.name])
         put = PUT.command([keys.model(record.name)], [record.generation, *record._fields()])
         _, (done, generation), _ = await self._store.in_order([name], [put], [name])
         return replace(record, generation=int(generation)) if done else None

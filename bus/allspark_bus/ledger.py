@@ -13,21 +13,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allspark_proto import records
+from redis.exceptions import OutOfMemoryError
 
 from allspark_bus import damage, keys, upkeep
 from allspark_bus.errors import Damaged
 from allspark_bus.round_trip import Arg
-from allspark_bus.scripts import Script
+from allspark_bus.scripts import ALLOW_OOM, ANYWAY, Script
 from allspark_bus.store import Store
 from allspark_bus.upkeep import is_of, outcomes, text_of
 
 ADMIT = Script.load("admit")
-ADVANCE = Script.load("advance")
+ADVANCE = Script.load("advance", ALLOW_OOM)
 APPEND = Script.load("append")
-FINISH = Script.load("finish")
-RELEASE = Script.load("release")
+APPEND_END = Script.load("append", ALLOW_OOM)
+FINISH = Script.load("finish", ALLOW_OOM)
+RELEASE = Script.load("release", ALLOW_OOM)
 
-APPENDED, CLOSED, STALE, GAP, DAMAGED = 0, 1, 2, 3, 4
+APPENDED, CLOSED, STALE, GAP, DAMAGED, FULL = 0, 1, 2, 3, 4, 5
 
 log = logging.getLogger(__name__)
 
@@ -132,49 +134,57 @@ class Ledger:
     async def admit(self, entry: Entry, digest: bytes, sent_ms: int = 0) -> Admission:
         """Records a request and indexes it, or finds the one that is there already.
 
-        `sent_ms` is when the call was first sent (0: not known).
+        `sent_ms` is when the call was first sent (0: not known). Raises OutOfMemoryError: nothing new can be
+        recorded.
         """
         tenant, _ = keys.split_request_id(entry.request_id)
         rid, tag = entry.request_id, os.urandom(keys.TAG_CHARS // 2).hex()
         member = keys.index_entry(rid, tag)
-        *_, reply = await self._store.in_order(
-            [
-                ("SADD", keys.tenant_requests(tenant), member),
-                ("ZADD", keys.open_requests(entry.model), entry.created_ms, member),
-            ],
-            [
-                ADMIT.command(
-                    _keys(rid),
-                    [
-                        digest,
-                        entry.body,
-                        entry.model,
-                        entry.epoch,
-                        entry.worker,
-                        entry.created_ms,
-                        entry.deadline_ms,
-                        entry.priority,
-                        self._ttl.result_ms,
-                        self._ttl.tombstone_ms,
-                        sent_ms,
-                        tag,
-                        self._broker,
-                    ],
-                )
-            ],
-        )
-        if text_of(reply[3]) != tag:  # else this very call recorded it, even if its first answer was lost
-            await self._store.batch(
+        indexes = (keys.tenant_requests(tenant), keys.open_requests(entry.model))
+        try:
+            *_, reply = await self._store.in_order(
                 [
-                    ("ZREM", keys.open_requests(entry.model), member),
-                    ("SREM", keys.tenant_requests(tenant), member),
-                ]
+                    ANYWAY.command([indexes[0]], ["SADD", member]),
+                    ANYWAY.command([indexes[1]], ["ZADD", entry.created_ms, member]),
+                ],
+                [self._admit_command(entry, digest, sent_ms, tag)],
             )
+        except OutOfMemoryError as error:
+            reply = await self._recorded_before(rid, digest)
+            full = error if reply is None else None
+        else:
+            full = None
+        if reply is None or text_of(reply[3]) != tag:  # else this very call recorded it, after all
+            await self._store.batch([("SREM", indexes[0], member), ("ZREM", indexes[1], member)])
+        if full is not None:
+            raise full
         with damage.named(f"request {rid}"):
             admission = Admission(text_of(reply[0]), int(reply[1]), text_of(reply[2]))
         if admission.outcome != "new":
             await self._store.replicated(keys.request(rid))  # by whoever wrote it
         return admission
+
+    def _admit_command(self, e: Entry, digest: bytes, sent_ms: int, tag: str) -> tuple[Arg, ...]:
+        args: list[Arg] = [
+            digest,
+            e.body,
+            e.model,
+            e.epoch,
+            e.worker,
+            e.created_ms,
+            e.deadline_ms,
+            e.priority,
+        ]
+        args += [self._ttl.result_ms, self._ttl.tombstone_ms, sent_ms, tag, self._broker]
+        return ADMIT.command(_keys(e.request_id), args)
+
+    async def _recorded_before(self, rid: str, digest: bytes) -> list[bytes] | None:
+        """The answer to an admission that was refused, if it is a retry of one that was accepted."""
+        state, recorded, epoch, worker, tag = await self._store.command(
+            "HMGET", keys.request(rid), "st", "dg", "ep", "wk", "ix"
+        )
+        is_there = state in (b"open", b"ended") and recorded == digest
+        return [b"same", epoch, worker, tag or b""] if is_there else None
 
     async def advance(self, rid: str, expected_epoch: int, worker: str, *, died: bool = False) -> Advance:
         """Dispatches (worker given) or claims (worker "") by raising the epoch; `died` counts a death.
@@ -191,13 +201,15 @@ class Ledger:
         """Appends one step of many requests: a (code, tokens in the stream) for each.
 
         One round trip, and another one if some of them end. What cannot be appended to because its record is
-        damaged is condemned.
+        damaged is condemned. At full memory ends are appended, since what has ended gives memory back; all
+        else is FULL, and can be tried again.
         """
-        replies = await self._store.outcomes([self._append_command(a) for a in appends])
+        commands = [self._append_command(a) for a in appends]
+        replies = await self._store.outcomes(commands, (Damaged, OutOfMemoryError))
         for a, reply in zip(appends, replies, strict=True):
             if isinstance(reply, Damaged):
                 await self.condemn(a.request_id, reply.reason)
-        replies = [(DAMAGED, 0) if isinstance(r, Damaged) else r for r in replies]
+        replies = [(_refusal(r), 0) if isinstance(r, Exception) else r for r in replies]
         # Not before the answers: a refused zombie must not hide a request that goes on elsewhere.
         ended = [
             ("ZREM", keys.open_requests(a.model), keys.index_entry(a.request_id, text_of(reply[2])))
@@ -221,7 +233,8 @@ class Ledger:
         args: list[Arg] = [a.epoch, a.position, len(a.tokens), records.encode(record)]
         if end is not None:
             args += [end.status, end.reason, end.message, now_ms(), 1 if a.tensors else 0]
-        return APPEND.command(_keys(a.request_id), args)
+        script = APPEND if end is None or a.tensors else APPEND_END
+        return script.command(_keys(a.request_id), args)
 
     async def finish(self, rid: str, ending: Ending) -> tuple[str, str]:
         """Ends an open request and fences its worker off.
@@ -346,6 +359,10 @@ def _holder(rid: str, tag: str, record: Sequence[bytes] | Damaged) -> Holder | D
             return Holder(int(epoch), worker.decode(), text_of(broker or b""))
     except Damaged as error:
         return error
+
+
+def _refusal(error: Exception) -> int:
+    return DAMAGED if isinstance(error, Damaged) else FULL
 
 
 def _keys(rid: str) -> list[str]:

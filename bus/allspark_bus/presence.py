@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from allspark_bus import keys
-from allspark_bus.scripts import Script
+from allspark_bus.scripts import ALLOW_OOM, Script
 from allspark_bus.store import Store
 
-PRESENCE = Script.load("presence")
+PRESENCE = Script.load("presence", ALLOW_OOM)
 
 
 @dataclass(frozen=True, slots=True)

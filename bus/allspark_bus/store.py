@@ -81,11 +81,16 @@ class Store:
         """Runs commands that need no order among them in one round trip. Raises the first error."""
         return list(await asyncio.gather(*[self._enqueue(c) for c in commands]))
 
-    async def outcomes(self, commands: Sequence[Command]) -> list[Any]:
-        """Like `batch`, but a damaged record spoils no other: its Damaged takes the place of its reply."""
+    async def outcomes(
+        self, commands: Sequence[Command], kept: tuple[type[Exception], ...] = (Damaged,)
+    ) -> list[Any]:
+        """Like `batch`, but a damaged record spoils no other: its Damaged takes the place of its reply.
+
+        `kept`: which errors do so.
+        """
         found = await asyncio.gather(*[self._enqueue(c) for c in commands], return_exceptions=True)
         for outcome in found:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, Damaged):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, kept):
                 raise outcome
         return list(found)
 

@@ -7,14 +7,14 @@ from allspark_proto import records
 
 from allspark_bus import damage, keys
 from allspark_bus.round_trip import Arg
-from allspark_bus.scripts import Script
+from allspark_bus.scripts import ALLOW_OOM, NO_WRITES, Script
 from allspark_bus.store import Store
 
-TAKE = Script.load("take")
-SETTLE = Script.load("settle")
-READ = Script.load("read")
-VIEW = Script.load("view")
-STATUS = Script.load("status")
+TAKE = Script.load("take", ALLOW_OOM)
+SETTLE = Script.load("settle", ALLOW_OOM)
+READ = Script.load("read", NO_WRITES)
+VIEW = Script.load("view", NO_WRITES)
+STATUS = Script.load("status", ALLOW_OOM)
 
 MAX_ENTRIES = 4096
 

@@ -2,8 +2,8 @@
 
 Runs on the worker's loop, so the engine thread never waits for Redis. An append costs every process on its
 way CPU that the engine may share, so the tokens of steps that follow each other fast share one. While Redis
-is away tokens are kept; when `bound` of them wait, their requests are held in the engine until the backlog is
-half gone.
+is away, or its memory is full, tokens are kept; when `bound` of them wait, their requests are held in the
+engine until the backlog is half gone.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from allspark_bus import tensors
-from allspark_bus.ledger import APPENDED, GAP, Append, Ending, Ledger
+from allspark_bus.ledger import APPENDED, FULL, GAP, Append, Ending, Ledger
 from allspark_bus.text_inputs import TEXT
 
 from allspark_workers.convert import ending_of, tensor_bytes
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 APPENDS_PER_S = 200  # streams appended to in a second, beyond which the appends are spaced further
 LONGEST_S = 0.1
+FULL_RETRY_S = 0.25  # between attempts to append while the memory of Redis is full
 
 
 @dataclass(slots=True)
@@ -94,6 +95,7 @@ class Publisher:
         self._next_append_s = float("-inf")
         self._backlog = 0
         self._holding = False
+        self._is_full = False  # as of the last append
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -204,7 +206,9 @@ class Publisher:
 
     async def _append(self, due: list[Publication]) -> None:
         appends = [self._append_of(p) for p in due]
-        for p, a, (code, position) in zip(due, appends, await self._ledger.append(appends), strict=True):
+        answers = await self._ledger.append(appends)
+        self._note_memory(is_full=any(code == FULL for code, _ in answers))
+        for p, a, (code, position) in zip(due, appends, answers, strict=True):
             if p.is_cancelled:
                 continue
             if code == APPENDED:
@@ -214,11 +218,20 @@ class Publisher:
                     self._close(p)
                 elif p.is_due:
                     self._due[p.request_id] = p
+            elif code == FULL:
+                self._due[p.request_id] = p
             elif code == GAP and position <= len(p.tokens):
                 self._rewind(p, position)
             else:
                 log.info("request %s was taken over or ended elsewhere (code %d)", p.request_id, code)
                 self.cancel(p.request_id)
+
+    def _note_memory(self, *, is_full: bool) -> None:
+        if is_full:
+            self._next_append_s = asyncio.get_running_loop().time() + FULL_RETRY_S
+        if is_full != self._is_full:
+            log.warning("the memory of Redis is %s", "full: tokens wait" if is_full else "not full any more")
+        self._is_full = is_full
 
     def _append_of(self, p: Publication) -> Append:
         p.has_begun = True
