@@ -32,7 +32,9 @@ def main() -> int:
     print(report.markdown(outcome))
     if outcome.complaints:
         print(f"FAILED; repeat it with: {options.replay}")
-    return 1 if outcome.complaints else 0
+    elif report.is_slow(outcome):
+        print("FAILED: requests went on too late after their worker was killed")
+    return 1 if outcome.complaints or report.is_slow(outcome) else 0
 
 
 if __name__ == "__main__":

@@ -20,15 +20,30 @@ PATIENCE_S = 120.0
 
 @dataclass
 class Story:
-    """One request as its client saw it. `events`: when something arrived, by the monotonic clock."""
+    """One request as its client saw it.
+
+    `events`: when something arrived, by the monotonic clock; `lengths`: how many tokens it had by then.
+    """
 
     index: int
     asked: Ask
     events: list[float] = field(default_factory=lambda: [time.monotonic()])
+    lengths: list[int] = field(default_factory=lambda: [0])
     tokens: list[int] = field(default_factory=list)
+    ended_at: float | None = None
     finish_reason: str = ""
     deaths: int = 0
     is_over: bool = False
+
+    @property
+    def uuid(self) -> str:
+        return f"chaos-{self.index}"
+
+    def note(self) -> float:
+        """Something arrived now."""
+        self.events.append(time.monotonic())
+        self.lengths.append(len(self.tokens))
+        return self.events[-1]
 
 
 class Load:
@@ -71,9 +86,9 @@ class Load:
                 story.is_over = True
 
     async def _one(self, client: AsyncClient, story: Story) -> None:
-        asked, uuid = story.asked, f"chaos-{story.index}"
+        asked, uuid = story.asked, story.uuid
         request = await self._insist(lambda: asked.submit(client, uuid))
-        story.events.append(time.monotonic())
+        story.note()
         await self._read(request, story)
         story.finish_reason = request.finish_reason
         await self._judge(story, Answer.of(request, story.tokens), keys.request_id("default", uuid))
@@ -82,13 +97,13 @@ class Load:
     async def _read(self, request: AsyncRequest, story: Story) -> None:
         try:
             async for tokens in request.stream():
-                story.events.append(time.monotonic())
                 story.tokens += tokens
+                story.note()
                 if 0 < story.asked.stop_after <= len(story.tokens):
                     await self._insist(request.stop)
         except RequestInterrupted:
             pass  # the judge looks at the reason
-        story.events.append(time.monotonic())
+        story.ended_at = story.note()
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
         """A denial is an answer, not a failure: nothing was accepted, and the client may come again."""

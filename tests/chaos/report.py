@@ -4,7 +4,9 @@ import bisect
 import math
 from pathlib import Path
 
+from tests.chaos import recovery
 from tests.chaos.run import Outcome
+from tests.chaos.schedule import SETTLE_S
 
 WIDTH, LEFT, ROW = 860, 150, 34
 LOW_S, HIGH_S = 0.01, 60.0
@@ -33,24 +35,65 @@ def recoveries(outcome: Outcome) -> dict[str, list[float]]:
 
 
 def longest_waits(outcome: Outcome, count: int = 8) -> list[str]:
-    """The longest waits of clients, each with the faults from shortly before it to its end."""
+    """The longest waits of clients but for the time that faults lasted, each with the faults near it."""
     waits = sorted(
         (
-            (after - before, before, after, story.index)
+            (
+                after - before - recovery.covered(outcome.periods, before, after),
+                before,
+                after,
+                f"{story.index} for " + (f"token {length}" if place else "its acceptance"),
+            )
             for story in outcome.stories
-            for before, after in zip(story.events, story.events[1:], strict=False)
+            for place, (before, after, length) in enumerate(
+                zip(story.events, story.events[1:], story.lengths, strict=False)
+            )
         ),
         reverse=True,
     )
     lines = []
-    for seconds, before, after, index in waits[:count]:
+    for rest_s, before, after, what in waits[:count]:
         near = [
             f"{at - before:+.1f} s {fault.details}"
             for fault, at in sorted(outcome.hits, key=lambda hit: hit[1])
             if before - NEAR_S < at < after
         ]
-        lines.append(f"- {seconds:.2f} s of request {index}: {', '.join(near) or 'no fault'}")
+        lines.append(
+            f"- {after - before:.2f} s of request {what}, {rest_s:.2f} s of it while no fault lasted: "
+            + (", ".join(near) or "no fault")
+        )
     return lines
+
+
+def is_slow(outcome: Outcome) -> bool:
+    """Whether requests went on too late after a kill of their worker that no other fault overlapped."""
+    alone = sorted(r.seconds for r in recovery.recoveries(outcome.samples, outcome.periods) if r.is_alone)
+    return bool(alone) and percentile(alone, 0.99) >= recovery.LIMIT_S
+
+
+def recovery_table(outcome: Outcome) -> list[str]:
+    """What `recovery` measures, in words."""
+    found = recovery.recoveries(outcome.samples, outcome.periods)
+    rows = {
+        "alone": [r.seconds for r in found if r.is_alone],
+        "with other faults": [r.seconds for r in found if not r.is_alone],
+        "with other faults, less the time they lasted": [r.excess_s for r in found if not r.is_alone],
+    }
+    lines = [
+        "From SIGKILL of a worker to the next token of each request that ran on it (s); alone: no other "
+        f"fault was in progress, had ended less than {SETTLE_S:g} s before, or came within "
+        f"{recovery.LIMIT_S:g} s. The 99th percentile of these shall be below {recovery.LIMIT_S:g} s"
+        f"{', and is not' if is_slow(outcome) else ''}:",
+        "",
+        "| recovery after a worker kill | requests | median | p90 | p99 | longest |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    return lines + [_row(name, sorted(seconds)) for name, seconds in rows.items() if seconds]
+
+
+def _row(name: str, ordered: list[float]) -> str:
+    cells = [percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0)]
+    return f"| {name} | {len(ordered)} | " + " | ".join(f"{c:.2f}" for c in cells) + " |"
 
 
 def percentile(ordered: list[float], share: float) -> float:
@@ -74,15 +117,20 @@ def markdown(outcome: Outcome) -> str:
         f"**{len(outcome.complaints)} broken promises.**",
         *(f"- {c}" for c in outcome.complaints),
         "",
+        *recovery_table(outcome),
+        "",
         "Longest wait of any client after a fault (s); faults overlap, so a wait may have several causes:",
         "",
         "| fault | count | median | p90 | p99 | longest |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, ordered in waits.items():
-        cells = [percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0)]
-        lines.append(f"| {name} | {len(ordered)} | " + " | ".join(f"{c:.2f}" for c in cells) + " |")
-    lines += ["", "The longest waits, and the faults in them or shortly before:", "", *longest_waits(outcome)]
+    lines += [_row(name, ordered) for name, ordered in waits.items()]
+    lines += [
+        "",
+        "The longest waits without the time that faults lasted, and the faults in them or shortly before:",
+        "",
+        *longest_waits(outcome),
+    ]
     return "\n".join([*lines, "", "![Longest wait after each fault](recovery.svg)", ""])
 
 

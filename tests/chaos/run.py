@@ -17,7 +17,8 @@ from allspark_bus.store import Store
 from tests.chaos.load import Load, Story
 from tests.chaos.network import CutFleet
 from tests.chaos.real import RealWorkload
-from tests.chaos.schedule import Fault, plan
+from tests.chaos.recovery import LIMIT_S, Period, Sample, samples
+from tests.chaos.schedule import SETTLE_S, Fault, plan
 from tests.chaos.scripted import ScriptedWorkload
 from tests.chaos.workload import MODEL, ServedModel, Workload
 from tests.conftest import ValkeyProcess
@@ -25,7 +26,7 @@ from tests.network.proxy import FAULTS
 
 READY_S = 120.0
 BALANCE_S = 30.0
-AT_ONCE = 2  # faults in progress
+AT_ONCE = 3  # faults in progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,15 @@ ENGINES: dict[str, Callable[[Options], Workload]] = {
 
 @dataclass
 class Outcome:
-    """`hits`: each fault and when it struck. `complaints` is empty if every promise was kept."""
+    """`hits`: each fault and when it struck; `periods` has those that are over.
+
+    `samples`: what ran on workers that were killed. `complaints` is empty if every promise was kept.
+    """
 
     options: Options
     hits: list[tuple[Fault, float]] = field(default_factory=list)
+    periods: list[Period] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     stories: list[Story] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
     denied: int = 0
@@ -129,6 +135,7 @@ class _Run:
         self._groups = {"worker": fleet.workers, "broker": fleet.brokers, "gateway": fleet.gateways}
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
         self._room = asyncio.Semaphore(AT_ONCE)
+        self._last_over = 0.0
         self._outcome = Outcome(options)
 
     async def run(self, pace: float) -> Outcome:
@@ -144,8 +151,14 @@ class _Run:
         async with asyncio.TaskGroup() as group:
             for fault in faults:
                 await asyncio.sleep(pace * fault.delay_s)  # the schedule
-                await self._room.acquire()
-                group.create_task(self._guarded(fault))
+                places = AT_ONCE if fault.alone else 1
+                for _ in range(places):
+                    await self._room.acquire()
+                if fault.alone:
+                    await asyncio.sleep(self._last_over + SETTLE_S - time.monotonic())  # the schedule
+                task = group.create_task(self._guarded(fault, places, load, store))
+                if fault.alone:
+                    await asyncio.gather(task, asyncio.sleep(LIMIT_S))  # no other fault blurs what follows
         load.finish()
         await loading
         outcome.stories, outcome.denied = load.stories, load.denied
@@ -154,15 +167,25 @@ class _Run:
         outcome.seconds = time.monotonic() - began
         return outcome
 
-    async def _guarded(self, fault: Fault) -> None:
+    async def _guarded(self, fault: Fault, places: int, load: Load, store: Store) -> None:
         try:
             async with self._locks.setdefault((fault.kind, fault.target), asyncio.Lock()):
-                self._outcome.hits.append((fault, time.monotonic()))
-                await self._hit(fault)
+                began = time.monotonic()
+                self._outcome.hits.append((fault, began))
+                await asyncio.gather(self._hit(fault), self._observe(fault, began, load, store))
+                self._last_over = time.monotonic()
+                self._outcome.periods.append(Period(fault, began, self._last_over))
         except Exception as e:  # noqa: BLE001 - a process that does not come back is a finding
             self._outcome.complaints.append(f"{fault}: {e!r}")
         finally:
-            self._room.release()
+            for _ in range(places):
+                self._room.release()
+
+    async def _observe(self, fault: Fault, began: float, load: Load, store: Store) -> None:
+        """Notes what ran on a worker that was just killed."""
+        if fault.name == "worker kill":
+            worker_id = self._fleet.workers[fault.target].ready["worker"]
+            self._outcome.samples += await samples(store, worker_id, began, load.stories)
 
     async def _hit(self, fault: Fault) -> None:
         if fault.kind == "store":

@@ -2,10 +2,13 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.network.proxy import FAULTS
 
+#: A fault that strikes alone waits so long after the one before, whose consequences are over by then.
+SETTLE_S = 3.0
+ALONE_EVERY = 4  # of the kills of a worker, from the first
 #: How often each fault is chosen. A kill is SIGKILL, a pause SIGSTOP and SIGCONT, an upgrade SIGTERM and then
 #: a successor, a cut one of `proxy.FAULTS` in the network between two processes.
 WEIGHTS = {
@@ -33,7 +36,8 @@ WEIGHTS = {
 class Fault:
     """`delay_s` after the last one `target` (an index into its kind) is hit; a pause or cut lasts `pause_s`.
 
-    `way` is the name of what happens to the network.
+    `way` is the name of what happens to the network. One that strikes `alone` waits until all earlier ones
+    are over, and later ones wait for it.
     """
 
     delay_s: float
@@ -42,6 +46,7 @@ class Fault:
     target: int
     pause_s: float = 0.0
     way: str = ""
+    alone: bool = False
 
     @property
     def name(self) -> str:
@@ -60,14 +65,19 @@ def plan(seed: int, count: int, sizes: Mapping[str, int], longest_pause_s: float
     names = list(WEIGHTS)
     first = rng.sample(names, len(names))
     chosen = first[:count] + rng.choices(names, list(WEIGHTS.values()), k=max(0, count - len(first)))
-    return [
+    faults = [
         Fault(
-            rng.uniform(0.2, 1.5),
+            rng.uniform(0.1, 1.0),
             kind,
             action,
             rng.randrange(sizes[kind]),
-            rng.uniform(0.2, longest_pause_s) if action in ("pause", "cut") else 0.0,
+            # Most are short; some are longer than it takes until a silent process counts as dead.
+            0.2 + (longest_pause_s - 0.2) * rng.random() ** 2 if action in ("pause", "cut") else 0.0,
             rng.choice(list(FAULTS)) if action == "cut" else "",
         )
         for kind, action in chosen
     ]
+    kills = [i for i, fault in enumerate(faults) if fault.name == "worker kill"]
+    for i in kills[::ALONE_EVERY]:
+        faults[i] = replace(faults[i], alone=True)
+    return faults

@@ -8,6 +8,7 @@ import pytest
 
 from tests.chaos import report
 from tests.chaos.load import Story
+from tests.chaos.recovery import Period, Sample, recoveries
 from tests.chaos.run import Options, Outcome, run
 from tests.chaos.schedule import WEIGHTS, Fault, plan
 from tests.chaos.scripted import ask
@@ -53,9 +54,23 @@ def test_schedule_is_a_function_of_its_seed() -> None:
     assert replace(SHORT, seed=5).replay.startswith("python -m tests.chaos --seed 5 --faults 17 ")
 
 
+def test_recovery_lasts_until_a_token_that_was_not_there_yet_and_is_told_apart_from_other_faults() -> None:
+    kill, upgrade = Fault(0, "worker", "kill", 0), Fault(0, "broker", "upgrade", 0)
+    story = Story(0, ask(1, 0), events=[9.0, 10.1, 11.5, 30.0, 32.0], lengths=[0, 2, 3, 3, 3], ended_at=32.0)
+    periods = [Period(kill, 10.0, 12.0), Period(upgrade, 20.0, 24.0), Period(kill, 26.0, 27.0)]
+    periods += [Period(upgrade, 29.5, 30.5)]
+    samples = [Sample(10.0, story, 2), Sample(26.0, story, 3), Sample(40.0, story, 3)]
+    found = [(r.seconds, r.excess_s, r.is_alone) for r in recoveries(samples, periods)]
+    assert found == [(1.5, 1.5, True), (6.0, 5.0, False)]
+    late = Outcome(SHORT, samples=samples[1:2], periods=[periods[2]], stories=[story])
+    assert report.is_slow(late) and ", and is not" in report.markdown(late)
+    late.periods.append(periods[3])
+    assert report.is_slow(late), "a fault that comes after the limit is no excuse"
+
+
 def test_wait_is_charged_to_the_fault_that_explains_it() -> None:
     kill, pause = Fault(0, "worker", "kill", 0), Fault(0, "store", "pause", 0, 1.0)
-    story = Story(0, ask(1, 0), events=[9.0, 10.5, 10.6, 13.0, 21.0, 24.0])
+    story = Story(0, ask(1, 0), events=[9.0, 10.5, 10.6, 13.0, 21.0, 24.0], lengths=[0] * 6)
     outcome = Outcome(SHORT, hits=[(pause, 20.0), (kill, 10.0)], stories=[story])
     # 10.6 to 13 comes after the kill; 13 to 21 holds the pause, of which one second lies after it.
     assert report.recoveries(outcome) == {"store pause": [3.0], "worker kill": [pytest.approx(2.4)]}
