@@ -23,6 +23,15 @@ def pack(commands: Sequence[Command]) -> bytes:
     return b"".join([hiredis.pack_command(c) for c in commands])  # type: ignore[arg-type]
 
 
+async def send(connection: AbstractConnection, commands: Sequence[Command]) -> None:
+    """Writes commands. Raises ConnectionError if the connection is gone."""
+    try:
+        await connection.send_packed_command(pack(commands), check_health=False)
+    except RuntimeError as e:
+        # What uvloop says of a transport that has been closed (uvloop/handles/handle.pyx, _ensure_alive).
+        raise ConnectionError(f"the connection was closed: {e}") from e
+
+
 async def exchange(connection: AbstractConnection, commands: Sequence[Command]) -> list[Any]:
     """One round trip; an error reply is its RedisError.
 
@@ -30,7 +39,7 @@ async def exchange(connection: AbstractConnection, commands: Sequence[Command]) 
     """
     replies: list[Any] = []
     async with asyncio.timeout(REPLY_TIMEOUT_S):
-        await connection.send_packed_command(pack(commands), check_health=False)
+        await send(connection, commands)
         for _ in commands:
             try:
                 replies.append(await connection.read_response(disable_decoding=True))

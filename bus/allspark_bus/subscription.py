@@ -11,7 +11,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError, RedisError
 
 from allspark_bus.node import RETRY_FIRST_S, RETRY_MAX_S, Node
-from allspark_bus.round_trip import address_of, end, pack
+from allspark_bus.round_trip import address_of, end, send
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Subscription:
                 raise ConnectionError(f"no answer to PING within {3 * PING_S:g} s")
             while not self._outbox.empty():
                 commands.append(self._outbox.get_nowait())
-            await connection.send_packed_command(pack(commands), check_health=False)
+            await send(connection, commands)
 
     async def _receive(self, connection: AbstractConnection) -> None:
         while True:
