@@ -26,7 +26,7 @@ from tests.network.proxy import FAULTS
 
 READY_S = 120.0
 BALANCE_S = 30.0
-AT_ONCE = 3  # faults in progress
+AT_ONCE = 4  # faults in progress
 
 
 @dataclass(frozen=True, slots=True)
