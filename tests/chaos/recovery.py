@@ -2,9 +2,9 @@
 
 A recovery belongs to a request that ran on the worker when it was killed, as the ledger says right after the
 kill. It lasts from SIGKILL until the client has the first token that was not in the stream then, or the end.
-It is *alone* if no other fault overlaps its first `LIMIT_S`: a late fault does not excuse a slow recovery. A
-fault lasts until what was hit is ready again, and `SETTLE_S` longer: for so long processes look for what it
-left behind.
+It is *alone* if no other fault overlaps its first `LIMIT_S` (a late one does not excuse a slow recovery) and
+its client had got something in the `STALLED_S` before: else it was waiting for another reason already. A
+fault lasts until what was hit is ready again, and its `settle_s` longer.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,9 @@ from allspark_bus import keys
 from allspark_bus.store import Store
 
 from tests.chaos.load import Story
-from tests.chaos.schedule import SETTLE_S, Fault
+from tests.chaos.schedule import Fault
 
+STALLED_S = 1.0
 LIMIT_S = 3.0  # for the 99th percentile of recoveries that are alone
 
 
@@ -69,7 +70,9 @@ def recoveries(found: Sequence[Sample], periods: Sequence[Period]) -> list[Recov
         began = sample.killed_at
         others = [p for p in periods if p.began != began]
         until = min(back_at, began + LIMIT_S)
-        is_alone = not any(p.began < until and p.ended + SETTLE_S > began for p in others)
+        is_alone = not any(p.began < until and p.ended + p.fault.settle_s > began for p in others)
+        heard_at = max(at for at in sample.story.events if at <= began)
+        is_alone &= began - heard_at <= STALLED_S
         seconds = back_at - began
         results.append(Recovery(sample.story, seconds, seconds - covered(others, began, back_at), is_alone))
     return results

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.chaos import recovery
 from tests.chaos.run import Outcome
-from tests.chaos.schedule import SETTLE_S
+from tests.chaos.schedule import CUT_SETTLE_S, SETTLE_S
 
 WIDTH, LEFT, ROW = 860, 150, 34
 LOW_S, HIGH_S = 0.01, 60.0
@@ -80,9 +80,10 @@ def recovery_table(outcome: Outcome) -> list[str]:
         "with other faults, less the time they lasted": [r.excess_s for r in found if not r.is_alone],
     }
     lines = [
-        "From SIGKILL of a worker to the next token of each request that ran on it (s); alone: no other "
-        f"fault was in progress, had ended less than {SETTLE_S:g} s before, or came within "
-        f"{recovery.LIMIT_S:g} s. The 99th percentile of these shall be below {recovery.LIMIT_S:g} s"
+        "From SIGKILL of a worker to the next token of each request that ran on it (s). Alone: no other "
+        f"fault was in progress, had ended less than {SETTLE_S:g} s before (a cut: {CUT_SETTLE_S:g} s), or "
+        f"came within {recovery.LIMIT_S:g} s, and the client had got something in the last "
+        f"{recovery.STALLED_S:g} s. The 99th percentile of these shall be below {recovery.LIMIT_S:g} s"
         f"{', and is not' if is_slow(outcome) else ''}:",
         "",
         "| recovery after a worker kill | requests | median | p90 | p99 | longest |",

@@ -18,7 +18,7 @@ from tests.chaos.load import Load, Story
 from tests.chaos.network import CutFleet
 from tests.chaos.real import RealWorkload
 from tests.chaos.recovery import LIMIT_S, Period, Sample, samples
-from tests.chaos.schedule import SETTLE_S, Fault, plan
+from tests.chaos.schedule import Fault, plan
 from tests.chaos.scripted import ScriptedWorkload
 from tests.chaos.workload import MODEL, ServedModel, Workload
 from tests.conftest import ValkeyProcess
@@ -135,7 +135,7 @@ class _Run:
         self._groups = {"worker": fleet.workers, "broker": fleet.brokers, "gateway": fleet.gateways}
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
         self._room = asyncio.Semaphore(AT_ONCE)
-        self._last_over = 0.0
+        self._is_quiet_at = 0.0  # by the monotonic clock: the consequences of all faults are over
         self._outcome = Outcome(options)
 
     async def run(self, pace: float) -> Outcome:
@@ -155,7 +155,7 @@ class _Run:
                 for _ in range(places):
                     await self._room.acquire()
                 if fault.alone:
-                    await asyncio.sleep(self._last_over + SETTLE_S - time.monotonic())  # the schedule
+                    await asyncio.sleep(self._is_quiet_at - time.monotonic())  # the schedule
                 task = group.create_task(self._guarded(fault, places, load, store))
                 if fault.alone:
                     await asyncio.gather(task, asyncio.sleep(LIMIT_S))  # no other fault blurs what follows
@@ -173,8 +173,9 @@ class _Run:
                 began = time.monotonic()
                 self._outcome.hits.append((fault, began))
                 await asyncio.gather(self._hit(fault), self._observe(fault, began, load, store))
-                self._last_over = time.monotonic()
-                self._outcome.periods.append(Period(fault, began, self._last_over))
+                ended = time.monotonic()
+                self._is_quiet_at = max(self._is_quiet_at, ended + fault.settle_s)
+                self._outcome.periods.append(Period(fault, began, ended))
         except Exception as e:  # noqa: BLE001 - a process that does not come back is a finding
             self._outcome.complaints.append(f"{fault}: {e!r}")
         finally:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from tests.network.proxy import FAULTS
 
-#: A fault that strikes alone waits so long after the one before, whose consequences are over by then.
-SETTLE_S = 3.0
+#: The consequences of a fault are over so long after it; of a cut, when connections that it left half open
+#: have been noticed. A fault that strikes alone waits for that.
+SETTLE_S, CUT_SETTLE_S = 3.0, 5.0
 ALONE_EVERY = 4  # of the kills of a worker, from the first
 #: How often each fault is chosen. A kill is SIGKILL, a pause SIGSTOP and SIGCONT, an upgrade SIGTERM and then
 #: a successor, a cut one of `proxy.FAULTS` in the network between two processes.
@@ -51,6 +52,11 @@ class Fault:
     @property
     def name(self) -> str:
         return f"{self.kind} {self.action}"
+
+    @property
+    def settle_s(self) -> float:
+        """How long its consequences outlast it."""
+        return CUT_SETTLE_S if self.action == "cut" else SETTLE_S
 
     @property
     def details(self) -> str:

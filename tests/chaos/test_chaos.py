@@ -56,7 +56,9 @@ def test_schedule_is_a_function_of_its_seed() -> None:
 
 def test_recovery_lasts_until_a_token_that_was_not_there_yet_and_is_told_apart_from_other_faults() -> None:
     kill, upgrade = Fault(0, "worker", "kill", 0), Fault(0, "broker", "upgrade", 0)
-    story = Story(0, ask(1, 0), events=[9.0, 10.1, 11.5, 30.0, 32.0], lengths=[0, 2, 3, 3, 3], ended_at=32.0)
+    story = Story(
+        0, ask(1, 0), events=[9.0, 10.1, 11.5, 25.5, 30.0, 32.0], lengths=[0, 2, 3, 3, 3, 3], ended_at=32.0
+    )
     periods = [Period(kill, 10.0, 12.0), Period(upgrade, 20.0, 24.0), Period(kill, 26.0, 27.0)]
     periods += [Period(upgrade, 29.5, 30.5)]
     samples = [Sample(10.0, story, 2), Sample(26.0, story, 3), Sample(40.0, story, 3)]
@@ -66,6 +68,8 @@ def test_recovery_lasts_until_a_token_that_was_not_there_yet_and_is_told_apart_f
     assert report.is_slow(late) and ", and is not" in report.markdown(late)
     late.periods.append(periods[3])
     assert report.is_slow(late), "a fault that comes after the limit is no excuse"
+    story.events[3] = 24.5
+    assert not report.is_slow(late), "it was waiting already"
 
 
 def test_wait_is_charged_to_the_fault_that_explains_it() -> None:
