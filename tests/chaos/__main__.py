@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16, help="requests that are open at a time")
     parser.add_argument("--longest-pause-s", type=float, default=8.0)
     parser.add_argument("--worker-timeout-s", type=float, default=None, help="default: the broker's")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no fault after this time")
     parser.add_argument("--engine", choices=list(ENGINES), default="scripted", help="breadth or depth")
     parser.add_argument("--out", type=Path, default=Path("build/chaos"), help="directory of the report")
     flags = vars(parser.parse_args())

@@ -110,8 +110,8 @@ def markdown(outcome: Outcome) -> str:
         "",
         f"Repeat it: `{outcome.options.replay}`",
         "",
-        f"{len(outcome.hits)} faults and {len(outcome.stories)} requests in {outcome.seconds:.0f} s; "
-        f"{outcome.denied} denials, which clients repeated. Ends: "
+        f"{len(outcome.hits)} of {outcome.options.faults} faults and {len(outcome.stories)} requests in "
+        f"{outcome.seconds:.0f} s; {outcome.denied} denials, which clients repeated. Ends: "
         + ", ".join(f"{n} {reason}" for reason, n in outcome.reasons().most_common())
         + ".",
         "",

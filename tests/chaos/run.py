@@ -31,7 +31,10 @@ AT_ONCE = 4  # faults in progress
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`worker_timeout_s` None: the default of the broker. `engine`: one of `ENGINES`."""
+    """`worker_timeout_s` None: the default of the broker. `engine`: one of `ENGINES`.
+
+    `limit_s`: no fault begins later; what was planned after that is left out.
+    """
 
     seed: int
     faults: int
@@ -42,6 +45,7 @@ class Options:
     longest_pause_s: float = 8.0
     worker_timeout_s: float | None = None
     engine: str = "scripted"
+    limit_s: float = float("inf")
     log: Path | None = None
 
     @property
@@ -93,7 +97,7 @@ def run(options: Options) -> Outcome:
         valkey = ValkeyProcess(root / "data")
         valkey.start()
         try:
-            log = options.log.open("w") if options.log else None
+            log = options.log.open("w", buffering=1) if options.log else None
             started = time.monotonic()
 
             def report(name: str, line: str) -> None:
@@ -150,6 +154,8 @@ class _Run:
         loading = asyncio.create_task(load.run())
         async with asyncio.TaskGroup() as group:
             for fault in faults:
+                if time.monotonic() - began > options.limit_s:
+                    break
                 await asyncio.sleep(pace * fault.delay_s)  # the schedule
                 places = AT_ONCE if fault.alone else 1
                 for _ in range(places):
