@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from allspark_bus import damage
+from allspark_bus import damage, keys
 from allspark_bus.errors import Damaged
 from allspark_bus.ledger import Advance, Ending, Entry, Ledger, now_ms
 from allspark_proto import allspark_service_pb2 as pb
@@ -34,16 +34,18 @@ class Dispatcher:
         ledger: Ledger,
         table: WorkerTable,
         link: WorkerLink,
-        max_queue: int,
+        new_queue: Callable[[], RequestQueue],
         affinity: PrefixAffinity,
+        work_of: Callable[[pb.StartRequestRequest], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
         self._table = table
         self._link = link
         self._affinity = affinity
+        self.work_of = work_of
         self._clock = clock
-        self.queues: dict[str, RequestQueue] = defaultdict(lambda: RequestQueue(max_queue))
+        self.queues: dict[str, RequestQueue] = defaultdict(new_queue)
         self.waits: dict[str, Waits] = defaultdict(lambda: Waits(clock))
 
     def reserve(self, request: pb.StartRequestRequest, rid: str) -> Worker | None:
@@ -55,7 +57,7 @@ class Dispatcher:
         queue = self.queues[model]
         worker = None if len(queue) else self._choose(model, self._affinity.prefix(request))
         if worker is None:
-            queue.promised += 1
+            queue.promise(keys.split_request_id(rid)[0])
         else:
             worker.flights[rid] = Flight(rid, model, 1, self._clock())
         return worker
@@ -63,7 +65,7 @@ class Dispatcher:
     def give_up(self, worker: Worker | None, model: str, rid: str) -> None:
         """Gives back the place of a request that was not recorded."""
         if worker is None:
-            self.queues[model].promised -= 1
+            self.queues[model].withdraw(keys.split_request_id(rid)[0])
         else:
             worker.flights.pop(rid, None)
 
@@ -74,16 +76,19 @@ class Dispatcher:
             self._affinity.record(prefix, worker.worker_id)
         return worker
 
-    async def start(self, worker: Worker | None, entry: Entry) -> None:
-        """Sends a request that was just recorded, or queues it."""
+    async def start(self, worker: Worker | None, entry: Entry, work: int) -> None:
+        """Sends a request that was just recorded, or queues it. `work`: tokens, as `work_of` has it."""
         waiting = Waiting(
             entry.request_id, entry.epoch, entry.priority, entry.created_ms, entry.deadline_ms, entry.body
         )
+        waiting.work = work
+        queue = self.queues[entry.model]
         if worker is None:
-            self.queues[entry.model].promised -= 1
+            queue.withdraw(waiting.tenant)
             self._push(entry.model, waiting)
             await self.pump(entry.model)
         else:
+            queue.charge(waiting.tenant, work)
             await self._send(worker, entry.model, waiting)
 
     def _push(self, model: str, waiting: Waiting) -> None:
@@ -91,7 +96,7 @@ class Dispatcher:
         if not len(queue):
             self.waits[model].began()
         if waiting.body and not queue.may_keep(len(waiting.body)):
-            waiting.prefix = self._prefix_of(waiting.body)
+            waiting.prefix, waiting.work = self._look_into(waiting)
             waiting.body = b""
         queue.push(waiting)
 
@@ -103,11 +108,11 @@ class Dispatcher:
                 await self._expire(model, [waiting])
                 continue
             if waiting.prefix is None:
-                waiting.prefix = self._prefix_of(waiting.body)
+                waiting.prefix, waiting.work = self._look_into(waiting)
             worker = self._choose(model, waiting.prefix)
             if worker is None:
                 return
-            queue.remove(waiting.request_id)
+            queue.serve(waiting)
             # The place is taken before the first await, or two pumps would overfill the worker.
             worker.flights[waiting.request_id] = self._flight(model, waiting)
             async with self._ends_damaged(waiting.request_id, worker):
@@ -119,11 +124,13 @@ class Dispatcher:
                 waiting.epoch, waiting.resume = advance.epoch, advance.num_tokens > 0
                 await self._send(worker, model, waiting)
 
-    def _prefix_of(self, body: bytes) -> Prefix:
+    def _look_into(self, waiting: Waiting) -> tuple[Prefix, int]:
+        """What the request is routed by, and what its tenant is charged for it."""
         try:
-            return self._affinity.prefix(pb.StartRequestRequest.FromString(body))
+            request = pb.StartRequestRequest.FromString(waiting.body)
         except DecodeError:
-            return Prefix()  # it ends when it is sent
+            return Prefix(), 1  # it ends when it is sent
+        return self._affinity.prefix(request), waiting.work or self.work_of(request)
 
     @contextlib.asynccontextmanager
     async def _ends_damaged(self, rid: str, worker: Worker | None = None) -> AsyncIterator[None]:
@@ -160,6 +167,7 @@ class Dispatcher:
                 resume=waiting.resume,
                 deadline_unix_ms=waiting.deadline_ms,
                 priority=waiting.priority,
+                waited_ms=max(0, now_ms() - waiting.created_ms),
                 request=request,
             )
         )
@@ -173,14 +181,17 @@ class Dispatcher:
     async def take_back(self, worker: Worker, flight: Flight, *, died: bool) -> None:
         """Claims a request from a worker that does not run it (any more) and queues it again."""
         worker.flights.pop(flight.request_id, None)
-        await self.claim(flight.request_id, flight.epoch, died=died)
+        await self.claim(flight.request_id, flight.epoch, died=died, was_served=True)
 
-    async def claim(self, rid: str, epoch: int, *, died: bool = False) -> None:
-        """Fences whoever held the request and queues it; ends it if its worker died with it too often."""
+    async def claim(self, rid: str, epoch: int, *, died: bool = False, was_served: bool = False) -> None:
+        """Fences whoever held the request and queues it; ends it if its worker died with it too often.
+
+        `was_served`: a worker had it, so it goes before those that still wait for their first turn.
+        """
         async with self._ends_damaged(rid):
-            await self._claim(rid, epoch, died=died)
+            await self._claim(rid, epoch, died=died, was_served=was_served)
 
-    async def _claim(self, rid: str, epoch: int, *, died: bool) -> None:
+    async def _claim(self, rid: str, epoch: int, *, died: bool, was_served: bool) -> None:
         advance = await self._ledger.advance(rid, epoch, "", died=died)
         if advance.outcome != "ok":
             return
@@ -189,9 +200,9 @@ class Dispatcher:
             log.error("request %s is quarantined: %s", rid, message)
             await self._ledger.finish(rid, Ending(pb.GenerateInterrupted, "poison", message))
             return
-        await self._enqueue(rid, advance)
+        await self._enqueue(rid, advance, was_served)
 
-    async def _enqueue(self, rid: str, advance: Advance) -> None:
+    async def _enqueue(self, rid: str, advance: Advance, was_served: bool) -> None:
         entry = await self._ledger.load(rid)
         if entry is None:
             return
@@ -202,7 +213,8 @@ class Dispatcher:
             entry.created_ms,
             entry.deadline_ms,
             entry.body,
-            advance.num_tokens > 0,
+            resume=advance.num_tokens > 0,
+            was_served=was_served or advance.num_tokens > 0,
         )
         self._push(entry.model, waiting)
         await self.pump(entry.model)

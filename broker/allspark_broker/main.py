@@ -33,10 +33,12 @@ from allspark_broker.fleet_view import EngineStats
 from allspark_broker.lifecycle import Lifecycle
 from allspark_broker.links import ClientLink, WorkerLink
 from allspark_broker.orphans import ATTEND_S, TTL_S, Orphans
+from allspark_broker.queue import RequestQueue
 from allspark_broker.requests import Requests
 from allspark_broker.settings import BrokerSettings
 from allspark_broker.takeover import Takeover
 from allspark_broker.texts import Texts
+from allspark_broker.work import work_of
 from allspark_broker.workers import WorkerTable
 
 log = logging.getLogger(__name__)
@@ -79,7 +81,9 @@ class Broker:
         self._ledger = Ledger(self._store, ttl, self.broker_id)
         self._table = WorkerTable(settings.worker_timeout_s, time.monotonic)
         affinity = PrefixAffinity(lambda model: self._lifecycle.models.get(model), time.monotonic)
-        self._dispatcher = Dispatcher(self._ledger, self._table, self._link, settings.max_queue, affinity)
+        self._dispatcher = Dispatcher(
+            self._ledger, self._table, self._link, self._new_queue, affinity, self._work_of
+        )
         self._lifecycle = Lifecycle(
             Catalogue(self._store),
             self._ledger,
@@ -133,6 +137,13 @@ class Broker:
             # Clients do not trust each other: with keys none may take over the answers of another.
             is_handed_over=door == BACKEND or self._access.keys is None,
         )
+
+    def _new_queue(self) -> RequestQueue:
+        return RequestQueue(self._settings.max_queue)
+
+    def _work_of(self, request: pb.StartRequestRequest) -> int:
+        record = self._lifecycle.models.get(request.model_name)
+        return work_of(request, record.model_facts().max_length if record is not None else 0)
 
     async def run(self) -> None:
         """Serves until `stop`. The first catalogue read must succeed, so that no known model is denied."""
@@ -298,7 +309,7 @@ class Broker:
         if is_new:
             log.info("worker %s on %s announced itself", worker_id, announce.device)
         for flight in lost:
-            await self._dispatcher.claim(flight.request_id, flight.epoch)
+            await self._dispatcher.claim(flight.request_id, flight.epoch, was_served=True)
         await self._lifecycle.workers.notify()
         await self._dispatcher.pump_all()
 

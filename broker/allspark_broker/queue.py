@@ -1,58 +1,104 @@
-"""Requests of one model that wait for a worker: bounded, by priority, then age. Pure."""
+"""Requests of one model that wait for a worker, shared fairly between tenants and by rank within one. Pure.
 
-import heapq
-import itertools
-from collections import Counter
+Between tenants it is start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queuing: A Scheduling
+Algorithm for Integrated Services Packet Switching Networks", SIGCOMM 1996): a tenant's turn has a start tag,
+the lowest is served first, and serving work l with weight w moves the tenant's next start tag to S + l/w. A
+tenant that comes back starts at the virtual time, the start tag served last, or where it left, if that is
+later: idle time is not saved up. While two tenants wait, the work that they are served per weight differs by
+l1/w1 + l2/w2 at most, l being their largest requests (theorem 1 there). A tenant alone gets everything.
+
+Only the tag of a tenant's turn counts, not which of its requests takes it. That is decided by `service_order`
+when the turn comes, so priorities order the requests of a tenant and win it nothing from others.
+"""
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from allspark_bus import keys, service_order
+
 from allspark_broker.affinity import Prefix
+from allspark_broker.lazy_heap import LazyHeap
 
 #: Bodies of the waiting requests of one model; those beyond it are read again from the ledger.
 MAX_BODY_BYTES = 64 << 20
-HEAP_SLACK = 64
+#: Tenants without waiting requests whose tags are kept; beyond it the one served longest ago starts anew.
+MAX_REMEMBERED = 4096
 
 
-@dataclass(order=True, slots=True)
+@dataclass(slots=True)
 class Waiting:
     """A queued request. `epoch` is the one in the ledger; a dispatch raises it.
 
-    `prefix` is what it is routed by, once that has been worked out. Without a `body` the ledger has it.
+    Without a `body` the ledger has it. `prefix` is what it is routed by and `work` (tokens) what its tenant
+    is charged, once they are known. `was_served`: it had its turn and came back from a worker.
     """
 
-    rank: tuple[int, int] = field(init=False)
-    request_id: str = field(compare=False)
-    epoch: int = field(compare=False)
-    priority: int = field(compare=False)
-    created_ms: int = field(compare=False)
-    deadline_ms: int = field(compare=False, default=0)
-    body: bytes = field(compare=False, default=b"", repr=False)
-    resume: bool = field(compare=False, default=False)
-    prefix: Prefix | None = field(compare=False, default=None, repr=False)
+    request_id: str
+    epoch: int
+    priority: int
+    created_ms: int
+    deadline_ms: int = 0
+    body: bytes = field(default=b"", repr=False)
+    resume: bool = False
+    was_served: bool = False
+    prefix: Prefix | None = field(default=None, repr=False)
+    work: int = 0
 
-    def __post_init__(self) -> None:
-        self.rank = (-self.priority, self.created_ms)
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return keys.split_request_id(self.request_id)[0]
+
+    @property
+    def rank(self) -> float:
+        """Its place among the requests of its tenant, lowest first."""
+        return service_order.rank(self.priority, self.created_ms / 1000)
 
     def is_late(self, now_ms: int) -> bool:
         """Whether its deadline has passed."""
         return 0 < self.deadline_ms <= now_ms
 
 
-class RequestQueue:
-    """A bounded priority queue with removal by id. Requests that come back from a worker pass the bound.
+@dataclass(slots=True)
+class _Backlog:
+    """What a tenant has waiting: by rank, and how many of each priority."""
 
-    `promised`: places of requests that are being recorded and will be pushed. `max_body_bytes` bounds what
-    the bodies take that are kept here.
+    weight: float
+    by_rank: LazyHeap = field(default_factory=LazyHeap)
+    by_priority: Counter[int] = field(default_factory=Counter)
+
+
+class RequestQueue:
+    """Bounded; removal by id. What comes back from a worker passes the bound, and goes first: it is paid for.
+
+    `weight_of(tenant)` > 0 is its share relative to others. The bound is shared like the work: once it is
+    reached, a tenant is denied if it has its share of the places, and admitted if not. Nobody is dropped for
+    that; those over their share are denied until they are below. So with k tenants at most
+    bound x (1 + 1/2 + ... + 1/k) requests of equal weights wait. `max_body_bytes` bounds what the bodies take
+    that are kept here.
     """
 
-    def __init__(self, bound: int, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(
+        self,
+        bound: int,
+        weight_of: Callable[[str], float] = lambda _: 1.0,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
         self.bound = bound
-        self.promised = 0
         self.body_bytes = 0
+        self._weight_of = weight_of
         self._max_body_bytes = max_body_bytes
-        self._heap: list[tuple[tuple[int, int], int, Waiting]] = []
+        self._promised: Counter[str] = Counter()
+        self._num_promised = 0
         self._live: dict[str, Waiting] = {}
-        self._by_priority: Counter[int] = Counter()
-        self._serial = itertools.count()
+        self._returned = LazyHeap()
+        self._deadlines = LazyHeap()
+        self._backlogs: dict[str, _Backlog] = {}
+        self._turns = LazyHeap()  # tenants with a backlog, by start tag
+        self._finish: OrderedDict[str, float] = OrderedDict()  # of others: the end of their last turn
+        self._virtual = 0.0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -60,66 +106,152 @@ class RequestQueue:
     def __contains__(self, rid: str) -> bool:
         return rid in self._live
 
-    @property
-    def is_full(self) -> bool:
-        """Whether a new request must be denied."""
-        return len(self._live) + self.promised >= self.bound
+    def waiting_by_tenant(self) -> dict[str, int]:
+        """How many requests each tenant has here, without those that came back from workers."""
+        return {tenant: len(backlog.by_rank) for tenant, backlog in self._backlogs.items()}
+
+    def promise(self, tenant: str) -> None:
+        """A request is being recorded, and will be pushed: it has a place already."""
+        self._promised[tenant] += 1
+        self._num_promised += 1
+
+    def withdraw(self, tenant: str) -> None:
+        """The place of `promise` is given back."""
+        self._promised[tenant] -= 1
+        self._num_promised -= 1
+        if not self._promised[tenant]:
+            del self._promised[tenant]
+
+    def has_room(self, tenant: str) -> bool:
+        """Whether a new request of the tenant may be queued."""
+        if len(self._live) + self._num_promised < self.bound:
+            return True
+        total = sum(backlog.weight for backlog in self._backlogs.values())
+        total += sum(self._weight_of(t) for t in {tenant, *self._promised} if t not in self._backlogs)
+        return (self._num_of(tenant) + 1) * total <= self.bound * self._weight_of(tenant)
+
+    def _num_of(self, tenant: str) -> int:
+        backlog = self._backlogs.get(tenant)
+        return self._promised[tenant] + (0 if backlog is None else len(backlog.by_rank))
 
     def may_keep(self, num_bytes: int) -> bool:
         """Whether a body of that size may stay with its request."""
         return self.body_bytes + num_bytes <= self._max_body_bytes
 
-    def ahead_of(self, priority: int) -> int:
-        """How many would be served before a new request of that priority."""
-        return sum(count for other, count in self._by_priority.items() if other >= priority)
+    def ahead_of(self, tenant: str, priority: int) -> int:
+        """About how many would be served before a new request: the tenant's own, and others in their turns.
+
+        As if all were equally large; what age does to priorities is left out.
+        """
+        backlog = self._backlogs.get(tenant)
+        by_priority = {} if backlog is None else backlog.by_priority
+        own = sum(count for other, count in by_priority.items() if other >= priority)
+        own += self._promised[tenant]
+        weight = self._weight_of(tenant) if backlog is None else backlog.weight
+        others = sum(
+            min(self._num_of(name), math.ceil((own + 1) * other.weight / weight))
+            for name, other in self._backlogs.items()
+            if name != tenant
+        )
+        return len(self._returned) + own + others
 
     def push(self, waiting: Waiting) -> None:
         """Adds a request, or replaces the entry of the same id."""
-        self.remove(waiting.request_id)
-        self._live[waiting.request_id] = waiting
-        self._by_priority[waiting.priority] += 1
+        rid = waiting.request_id
+        self.remove(rid)
+        self._live[rid] = waiting
         self.body_bytes += len(waiting.body)
-        heapq.heappush(self._heap, (waiting.rank, next(self._serial), waiting))
+        if waiting.deadline_ms > 0:
+            self._deadlines.push(rid, waiting.deadline_ms)
+        if waiting.was_served:
+            self._returned.push(rid, waiting.rank)
+            return
+        tenant = waiting.tenant
+        backlog = self._backlogs.get(tenant)
+        if backlog is None:
+            backlog = self._backlogs[tenant] = _Backlog(self._weight_of(tenant))
+            self._turns.push(tenant, self._start(tenant))
+            self._finish.pop(tenant, None)
+        backlog.by_rank.push(rid, waiting.rank)
+        backlog.by_priority[waiting.priority] += 1
+
+    def _start(self, tenant: str) -> float:
+        if tenant in self._turns:
+            return self._turns.rank(tenant)
+        return max(self._virtual, self._finish.get(tenant, 0.0))
 
     def peek(self) -> Waiting | None:
         """The next request, left in place."""
-        while self._heap and self._live.get(self._heap[0][2].request_id) is not self._heap[0][2]:
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        rid = self._returned.first()
+        if rid is None and (tenant := self._turns.first()) is not None:
+            rid = self._backlogs[tenant].by_rank.first()
+        return None if rid is None else self._live[rid]
 
-    def pop(self) -> Waiting | None:
-        """Takes the next request."""
-        waiting = self.peek()
-        if waiting is not None:
-            heapq.heappop(self._heap)
-            self.remove(waiting.request_id)
-        return waiting
+    def serve(self, waiting: Waiting) -> None:
+        """Takes a request out, for a worker, and charges its tenant, once."""
+        tenant, start = waiting.tenant, self._start(waiting.tenant)
+        self.remove(waiting.request_id)
+        if not waiting.was_served:
+            self._charge(tenant, start, waiting.work)
+
+    def charge(self, tenant: str, work: int) -> None:
+        """Counts what went to a worker without waiting."""
+        self._charge(tenant, self._start(tenant), work)
+
+    def _charge(self, tenant: str, start: float, work: int) -> None:
+        self._virtual = max(self._virtual, start)
+        weight = self._weight_of(tenant)
+        finish = start + work / weight
+        if (backlog := self._backlogs.get(tenant)) is not None:
+            backlog.weight = weight
+            self._turns.push(tenant, finish)
+        else:
+            self._remember(tenant, finish)
+
+    def _remember(self, tenant: str, finish: float) -> None:
+        self._finish.pop(tenant, None)
+        if finish > self._virtual:
+            self._finish[tenant] = finish
+        if len(self._finish) > MAX_REMEMBERED:
+            self._finish.popitem(last=False)
 
     def remove(self, rid: str) -> bool:
         """Forgets a request; False if it is not here."""
         waiting = self._live.pop(rid, None)
         if waiting is None:
             return False
-        self._by_priority[waiting.priority] -= 1
         self.body_bytes -= len(waiting.body)
-        self._shrink()
+        self._deadlines.remove(rid)
+        if not self._returned.remove(rid):
+            self._leave(waiting)
         return True
 
-    def _shrink(self) -> None:
-        """Entries that were removed out of turn may not pile up in the heap."""
-        if len(self._heap) > 2 * len(self._live) + HEAP_SLACK:
-            live = {id(w) for w in self._live.values()}
-            self._heap = [entry for entry in self._heap if id(entry[2]) in live]
-            heapq.heapify(self._heap)
+    def _leave(self, waiting: Waiting) -> None:
+        tenant = waiting.tenant
+        backlog = self._backlogs[tenant]
+        backlog.by_rank.remove(waiting.request_id)
+        backlog.by_priority[waiting.priority] -= 1
+        if not backlog.by_rank:
+            start = self._turns.rank(tenant)
+            self._turns.remove(tenant)
+            del self._backlogs[tenant]
+            self._remember(tenant, start)
 
     def expired(self, now_ms: int) -> list[Waiting]:
         """Requests whose deadline has passed; they stay until removed."""
-        return [w for w in self._live.values() if w.is_late(now_ms)]
+        return [self._live[rid] for rid in self._deadlines.up_to(now_ms)]
 
     def check(self) -> None:
         """Raises AssertionError when the books do not balance."""
-        in_heap = {id(w) for _, _, w in self._heap}
-        assert all(id(w) in in_heap for w in self._live.values()), "a live request is not in the heap"
-        assert len(self._heap) <= 2 * len(self._live) + HEAP_SLACK + 1, "removed requests pile up"
+        backlogs = self._backlogs.values()
+        for heap in (self._returned, self._deadlines, self._turns, *[b.by_rank for b in backlogs]):
+            heap.check()
+        queued = [rid for heap in (self._returned, *[b.by_rank for b in backlogs]) for rid in heap]
+        assert sorted(queued) == sorted(self._live), "a live request is not in exactly one heap"
+        assert set(self._turns) == set(self._backlogs)
+        assert not set(self._finish) & set(self._backlogs)
+        for backlog in backlogs:
+            assert backlog.by_rank, "an empty backlog has a turn"
+            assert +backlog.by_priority == Counter(self._live[rid].priority for rid in backlog.by_rank)
         assert self.body_bytes == sum(len(w.body) for w in self._live.values())
-        assert +self._by_priority == Counter(w.priority for w in self._live.values())
+        assert self._num_promised == self._promised.total()

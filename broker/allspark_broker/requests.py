@@ -123,7 +123,8 @@ class Requests:
             )
         if outcome == "new":
             self.accepted_total += 1
-            await self._dispatcher.start(worker, replace(entry, epoch=admission.epoch))
+            work = self._dispatcher.work_of(request)
+            await self._dispatcher.start(worker, replace(entry, epoch=admission.epoch), work)
 
     async def stop(self, call: pb.StopRequestRequest, tenant: str) -> fleet.Reply:
         """Ends a request; its tokens stay readable. Idempotent."""

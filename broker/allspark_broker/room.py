@@ -23,9 +23,10 @@ def check_place(envelope: fleet.Envelope, queue: RequestQueue, waits: Waits) -> 
     uuid = envelope.start_request.config.uuid
     if 0 < envelope.deadline_unix_ms <= now_ms():
         raise Denied(f"the deadline of request {uuid!r} has passed already")
-    if queue.is_full:
+    if not queue.has_room(envelope.tenant):
         raise QueueFull(
-            f"{len(queue)} requests for model {envelope.start_request.model_name!r} are waiting already",
+            f"{len(queue)} requests for model {envelope.start_request.model_name!r} are waiting already, and "
+            f"tenant {envelope.tenant!r} has its share of the places",
             retry_after_ms=waits.hint_ms(len(queue)),
             full_for_ms=waits.full_for_ms(),
         )
@@ -38,7 +39,7 @@ def check_deadline(
 
     One that need not queue is taken in any case: how long it runs is its client's choice.
     """
-    ahead = queue.ahead_of(envelope.priority) + queue.promised
+    ahead = queue.ahead_of(envelope.tenant, envelope.priority)
     if not envelope.deadline_unix_ms or not ahead:
         return
     left_s = (envelope.deadline_unix_ms - now_ms()) / 1000

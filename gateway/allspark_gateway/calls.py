@@ -97,7 +97,7 @@ class FleetCalls:
 
     async def _unless_full(self, request: pb.StartRequestRequest, priority: int, *, is_new: bool) -> None:
         """Denies what the broker would deny now; one that was accepted before must get its answer again."""
-        denial = self._denials.denial(request.model_name, priority)
+        denial = self._denials.denial(self._tenant, request.model_name, priority)
         if denial is None:
             return
         rid = keys.request_id(self._tenant, request.config.uuid)
@@ -126,7 +126,7 @@ class FleetCalls:
     def _request_handler(self, call: str) -> Handler:
         async def handle(request: pb.StopRequestRequest, context: Context) -> pb.StartRequestResponse:
             reply = await self._call(self._envelope(call, request), self._timeout_s, context)
-            self._denials.made_room(request.model_name)
+            self._denials.made_room(self._tenant, request.model_name)
             return pb.StartRequestResponse(uuid=reply.uuid or request.uuid)
 
         return handle

@@ -437,6 +437,7 @@ class Dispatch(_message.Message):
     DEADLINE_UNIX_MS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """"<tenant>/<uuid>" """
     epoch: _builtins.int
@@ -445,6 +446,8 @@ class Dispatch(_message.Message):
     """tokens may be in the stream already: read them and go on at the next position"""
     deadline_unix_ms: _builtins.int
     priority: _builtins.int
+    waited_ms: _builtins.int
+    """since it was submitted; counts for its place in the worker's queue"""
     @_builtins.property
     def request(self) -> _allspark_service_pb2.StartRequestRequest: ...
     def __init__(
@@ -456,10 +459,11 @@ class Dispatch(_message.Message):
         deadline_unix_ms: _builtins.int = ...,
         priority: _builtins.int = ...,
         request: _allspark_service_pb2.StartRequestRequest | None = ...,
+        waited_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_unix_ms", b"deadline_unix_ms", "epoch", b"epoch", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_unix_ms", b"deadline_unix_ms", "epoch", b"epoch", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resume", b"resume", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

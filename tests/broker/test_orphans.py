@@ -4,6 +4,7 @@ import pytest
 from allspark_broker.affinity import PrefixAffinity
 from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.orphans import CONFIRM_S, STALE_S, TTL_S, Orphans
+from allspark_broker.queue import RequestQueue
 from allspark_broker.workers import WorkerTable
 from allspark_bus import keys
 from allspark_bus.ledger import RELEASE, Append, Ending, Entry, Ledger, Ttl, now_ms
@@ -48,7 +49,15 @@ class Broker:
         self.table = WorkerTable(1000.0, self.clock)
         self.link = Link()
         affinity = PrefixAffinity(lambda model: None, self.clock)
-        self.dispatcher = Dispatcher(self.ledger, self.table, self.link, 100, affinity, self.clock)  # type: ignore[arg-type]
+        self.dispatcher = Dispatcher(
+            self.ledger,
+            self.table,
+            self.link,  # type: ignore[arg-type]
+            lambda: RequestQueue(100),
+            affinity,
+            lambda _: 1,
+            self.clock,
+        )
         self.presence = Presence(store, name, LONG_S)
         self.orphans = Orphans(
             name, self.ledger, self.dispatcher, self.table, self.presence, self._ask, self.clock

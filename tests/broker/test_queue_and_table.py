@@ -1,42 +1,7 @@
-"""The queue and the worker table as state machines: properties over random histories."""
+"""The worker table."""
 
-import hypothesis.strategies as st
-from allspark_broker.queue import RequestQueue, Waiting
 from allspark_broker.workers import Flight, WorkerTable
 from allspark_proto import fleet_pb2 as fleet
-from hypothesis import given
-
-OPS = st.lists(
-    st.tuples(st.sampled_from(["push", "pop", "remove"]), st.integers(0, 9), st.integers(-2, 2)), max_size=60
-)
-
-
-@given(OPS)
-def test_the_queue_serves_by_priority_then_age_and_balances(ops: list[tuple[str, int, int]]) -> None:
-    queue, model = RequestQueue(1000), {}
-    for clock, (op, n, priority) in enumerate(ops):
-        if op == "push":
-            queue.push(Waiting(f"r{n}", 0, priority, clock))
-            model[f"r{n}"] = (-priority, clock)
-        elif op == "pop":
-            popped = queue.pop()
-            expected = min(model, key=lambda r: model[r], default=None)
-            assert (popped.request_id if popped else None) == expected
-            model.pop(expected, None)  # type: ignore[arg-type]
-        else:
-            assert queue.remove(f"r{n}") == (model.pop(f"r{n}", None) is not None)
-        queue.check()
-        assert len(queue) == len(model)
-
-
-def test_the_queue_knows_when_it_is_full_and_what_has_expired() -> None:
-    queue = RequestQueue(2)
-    queue.push(Waiting("a", 0, 0, 1, deadline_ms=50))
-    assert not queue.is_full
-    queue.push(Waiting("b", 0, 0, 2))
-    assert queue.is_full
-    assert [w.request_id for w in queue.expired(50)] == ["a"]
-    assert queue.expired(49) == []
 
 
 class Clock:

@@ -42,13 +42,13 @@ def envelope(deadline_in_ms: int = 0, prompt: int = 4, new: int = 10, priority: 
     request.config.uuid = "u"
     request.config.max_length = prompt + new
     deadline_ms = now_ms() + deadline_in_ms if deadline_in_ms else 0
-    return fleet.Envelope(start_request=request, deadline_unix_ms=deadline_ms, priority=priority)
+    return fleet.Envelope(tenant="t", start_request=request, deadline_unix_ms=deadline_ms, priority=priority)
 
 
 def queue_of(count: int, bound: int = 1000, priority: int = 0) -> RequestQueue:
     queue = RequestQueue(bound)
     for n in range(count):
-        queue.push(Waiting(f"r{n}", 1, priority, n))
+        queue.push(Waiting(f"t/r{n}", 1, priority, n))
     return queue
 
 
@@ -104,7 +104,7 @@ def test_hints_are_spread_and_bounded() -> None:
 def test_a_full_queue_denies_with_a_hint_and_promised_places_count() -> None:
     waits, queue = observed(Clock(), [0.02] * 64), queue_of(3, bound=4)
     check_place(envelope(), queue, waits)
-    queue.promised += 1
+    queue.promise("t")
     with pytest.raises(QueueFull) as raised:
         check_place(envelope(), queue, waits)
     assert (raised.value.retry_after_ms, raised.value.full_for_ms) == (MIN_HINT_MS, 20)
@@ -126,19 +126,19 @@ def test_bodies_beyond_the_bound_do_not_stay_and_the_books_balance() -> None:
     queue = RequestQueue(1000, max_body_bytes=100)
     for n in range(10):
         body = b"x" * 30
-        queue.push(Waiting(f"r{n}", 1, 0, n, body=body if queue.may_keep(len(body)) else b""))
+        queue.push(Waiting(f"t/r{n}", 1, 0, n, body=body if queue.may_keep(len(body)) else b""))
         queue.check()
     assert queue.body_bytes == 90
     for n in range(9, -1, -1):
-        queue.remove(f"r{n}")
+        queue.remove(f"t/r{n}")
         queue.check()
     assert (queue.body_bytes, len(queue)) == (0, 0)
 
 
 def test_removed_requests_do_not_pile_up_behind_one_that_waits() -> None:
     queue = RequestQueue(10)
-    queue.push(Waiting("first", 1, 1, 0))
+    queue.push(Waiting("t/first", 1, 1, 0))
     for n in range(5_000):
-        queue.push(Waiting(f"r{n}", 1, 0, n, body=b"x"))
-        queue.remove(f"r{n}")
+        queue.push(Waiting(f"t/r{n}", 1, 0, n, body=b"x"))
+        queue.remove(f"t/r{n}")
         queue.check()

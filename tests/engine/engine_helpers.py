@@ -149,7 +149,7 @@ def request(
     return EngineRequest(name, epoch, np.asarray(prompt, np.int64), GenerationParams(**fields), **own)
 
 
-_OWN = ("generated", "priority", "arrival_s", "deadline_s", "lora_name")
+_OWN = ("generated", "priority", "tenant", "arrival_s", "deadline_s", "lora_name")
 
 
 class Collected:

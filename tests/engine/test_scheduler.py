@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 from allspark_bus.prefix_keys import PrefixSalt
+from allspark_bus.service_order import AGEING_S
 from allspark_workers.engine.pages import PageLedger
 from allspark_workers.engine.prefix_cache import PrefixCache
 from allspark_workers.engine.scheduler import Scheduler
@@ -140,6 +141,28 @@ def test_higher_priority_takes_the_place_of_lower(make_sequence: Maker) -> None:
     sched.add(make_sequence(2, name="same"))
     assert [name for name, *_ in step(sched)] == ["a", "urgent"]
     assert sched.get("b") in sched.waiting
+
+
+def test_priority_ages_while_a_request_waits(make_sequence: Maker) -> None:
+    sched = scheduler(max_batch=1)
+    sched.add(make_sequence(2, name="young", arrival_s=2 * AGEING_S + 1, priority=2))
+    sched.add(make_sequence(2, name="old", arrival_s=0.0))
+    assert [name for name, *_ in step(sched)] == ["old"]
+    assert [name for name, *_ in step(sched)] == ["old"], "what has aged enough is not pre-empted either"
+    assert sched.num_preemptions == 0
+    sched.add(make_sequence(2, name="urgent", arrival_s=2 * AGEING_S + 1, priority=3))
+    assert [name for name, *_ in step(sched)] == ["urgent"]
+
+
+def test_priority_does_not_take_the_place_of_another_tenants_request(make_sequence: Maker) -> None:
+    sched = scheduler(max_batch=2)
+    sched.add(make_sequence(2, name="theirs", tenant="b"))
+    sched.add(make_sequence(2, name="ours", tenant="a", priority=-1))
+    step(sched)
+    sched.add(make_sequence(2, name="urgent", tenant="a", priority=5))
+    assert [name for name, *_ in step(sched)] == ["theirs", "urgent"]
+    sched.add(make_sequence(2, name="more", tenant="a", priority=5))
+    assert [name for name, *_ in step(sched)] == ["urgent", "theirs"]
 
 
 def test_lower_priority_is_not_preempted_in_vain(make_sequence: Maker) -> None:

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from allspark_gateway import main
-from allspark_gateway.denials import MAX_HOLD_S, MAX_MODELS, Denials
+from allspark_gateway.denials import MAX_FULL, MAX_HOLD_S, Denials
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from allspark_proto import metadata
@@ -103,9 +103,19 @@ async def test_who_ends_a_request_makes_room(client: Client, broker: ScriptedBro
 def test_the_hold_and_the_number_of_models_are_bounded() -> None:
     clock = Clock()
     denials = Denials(clock, lambda: MIDDLE)
-    for n in range(3 * MAX_MODELS):
+    for n in range(3 * MAX_FULL):
         denials.note(fleet.Envelope(start_request=start(model=f"m{n}")), full(10**9))
-        assert len(denials) <= MAX_MODELS
-    assert denials.denial(f"m{3 * MAX_MODELS - 1}", 0) is not None
+        assert len(denials) <= MAX_FULL
+    assert denials.denial("", f"m{3 * MAX_FULL - 1}", 0) is not None
     clock.now += MAX_HOLD_S
-    assert denials.denial(f"m{3 * MAX_MODELS - 1}", 0) is None
+    assert denials.denial("", f"m{3 * MAX_FULL - 1}", 0) is None
+
+
+def test_one_tenants_full_queue_is_no_word_about_another() -> None:
+    denials = Denials(Clock(), lambda: MIDDLE)
+    denials.note(fleet.Envelope(tenant="a", start_request=start()), full())
+    assert denials.denial("a", "m", 0) is not None
+    assert denials.denial("b", "m", 0) is None
+    denials.note(fleet.Envelope(tenant="b", start_request=start()), fleet.Reply())
+    denials.made_room("b", "m")
+    assert denials.denial("a", "m", 0) is not None

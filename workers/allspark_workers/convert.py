@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from allspark_bus import rich_text, tensors
+from allspark_bus import keys, rich_text, tensors
 from allspark_bus.catalogue import ModelRecord
 from allspark_bus.compute_unit import parse_unit
 from allspark_bus.ledger import Ending, now_ms
@@ -88,7 +88,8 @@ def engine_request(
         params=generation_params(dispatch.request.config, facts.max_length),
         generated=generated,
         priority=dispatch.priority,
-        arrival_s=now_s,
+        tenant=keys.split_request_id(dispatch.request_id)[0],
+        arrival_s=now_s - dispatch.waited_ms / 1000,
         deadline_s=deadline_s,
         lora_name=dispatch.request.config.lora_name,
         guide=guide,

@@ -23,7 +23,7 @@ from allspark_workers.engine.sharing import Gang, best_donor, leader_of, members
 from allspark_workers.engine.step_plan import Row, StepPlan
 
 
-def _order(sequence: Sequence) -> tuple[int, float, int]:
+def _order(sequence: Sequence) -> tuple[float, int]:
     return sequence.order
 
 
@@ -269,8 +269,7 @@ class Scheduler:
         """Whether `seq` can start now; pre-empts requests of lower priority if that is what it takes."""
         need, need_rows, shared = self._needs(seq)
         free, rows, num_running = self.ledger.free, len(self._free_rows), len(self.running)
-        lower = [other for other in reversed(self.running) if other.order[0] > seq.order[0]]
-        lower = [other for other in lower if other is leader_of(other)]
+        lower = [o for o in reversed(self.running) if o is leader_of(o) and seq.may_preempt(o)]
         lower.sort(key=lambda other: not other.is_held)  # stable: held first, then the one served last
         victims: list[Sequence] = []
         gone: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from allspark_bus.service_order import rank
 from numpy.typing import NDArray
 
 from allspark_workers.engine.constraints import Constraints
@@ -82,8 +83,8 @@ class Sequence:
         self.is_marked = False  # the penalty bitmask of `row` holds this request's tokens
         self.constraints = Constraints(params)
         self.guide = request.guide
-        # Service order: higher priority first, then earlier arrival; the serial number breaks ties.
-        self.order = (-request.priority, request.arrival_s, serial)
+        # The lowest is served first; the serial number breaks ties.
+        self.order = (rank(request.priority, request.arrival_s), serial)
         greedy = not params.do_sample or params.temperature < MIN_GREEDY_TEMPERATURE
         self.sampling = (
             0.0 if greedy else params.temperature,
@@ -116,6 +117,15 @@ class Sequence:
         """Whether the request's adapter is not in memory yet."""
         adapter = self.request.adapter
         return adapter is not None and not adapter.is_in_force
+
+    def may_preempt(self, running: Sequence) -> bool:
+        """Whether a running request gives way to this one: its tenant's, of lower priority, served later.
+
+        A tenant's priorities cost other tenants nothing, and what has aged enough is left alone.
+        """
+        mine, other = self.request, running.request
+        is_lower = other.tenant == mine.tenant and other.priority < mine.priority
+        return is_lower and running.order > self.order
 
     def count_prefilled(self) -> int:
         """Prompt tokens computed since the last call and never before: not again after a pre-emption."""

@@ -121,7 +121,8 @@ class EngineRequest:
     """A request as one worker runs it.
 
     `generated` holds the tokens that are already in the stream when the request is resumed here: they are
-    not emitted again and count as generated. `arrival_s` and `deadline_s` are monotonic-clock seconds.
+    not emitted again and count as generated. `arrival_s` and `deadline_s` are monotonic-clock seconds;
+    `arrival_s` is when it was submitted to the fleet. `tenant`: whose requests it may pre-empt.
     `lora_name`: its adapter, empty for the base model; the engine that takes the request fills in `adapter`.
     `embeddings` are in order and do not overlap; `content_salt` is a hash of what the prompt's KV depends on
     besides its ids (b"": nothing), so equal ids with different salts must not share KV.
@@ -134,6 +135,7 @@ class EngineRequest:
     params: GenerationParams
     generated: list[int] = field(default_factory=list)
     priority: int = 0
+    tenant: str = ""
     arrival_s: float = 0.0
     deadline_s: float | None = None
     lora_name: str = ""
