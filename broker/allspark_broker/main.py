@@ -16,8 +16,9 @@ import zmq.asyncio
 from allspark_bus import sockets
 from allspark_bus.catalogue import Catalogue
 from allspark_bus.errors import FleetError, MalformedMessage, StoreUnavailable
-from allspark_bus.ledger import Ledger, Ttl
+from allspark_bus.ledger import Ttl
 from allspark_bus.presence import Presence
+from allspark_bus.settings import ConfigError
 from allspark_bus.store import Store
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
@@ -31,12 +32,14 @@ from allspark_broker.calls import Calls, Controls, denied_busy
 from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.fleet_view import EngineStats
 from allspark_broker.lifecycle import Lifecycle
+from allspark_broker.limits import LimitedLedger, Limits
 from allspark_broker.links import ClientLink, WorkerLink
 from allspark_broker.orphans import ATTEND_S, TTL_S, Orphans
 from allspark_broker.queue import RequestQueue
 from allspark_broker.requests import Requests
 from allspark_broker.settings import BrokerSettings
 from allspark_broker.takeover import Takeover
+from allspark_broker.tenants import TenantFileError, Tenants
 from allspark_broker.texts import Texts
 from allspark_broker.work import work_of
 from allspark_broker.workers import WorkerTable
@@ -70,15 +73,15 @@ class Broker:
         self._settings = settings
         self.broker_id = uuid_lib.uuid4().hex[:12]
         self._context = zmq.asyncio.Context()
-        size = int(settings.max_message_bytes)
         self._access = Access(settings, self._context)
-        self._frontend, self.frontend = self._bind(settings.frontend, FRONTEND, size)
-        self._backend, self.backend = self._bind(settings.backend, BACKEND, size)
+        self._frontend, self.frontend = self._bind(settings.frontend, FRONTEND)
+        self._backend, self.backend = self._bind(settings.backend, BACKEND)
         self._clients = ClientLink(self._frontend)
         self._link = WorkerLink(self._backend, self.broker_id)
         self._store = Store(settings.redis, patience_s=STORE_PATIENCE_S)
-        ttl = Ttl(int(settings.result_ttl_s * 1000), int(settings.tombstone_ttl_s * 1000))
-        self._ledger = Ledger(self._store, ttl, self.broker_id)
+        self._tenants = _read_tenants(settings)
+        self._ledger = LimitedLedger(self._store, _ttl(settings), self.broker_id, self._tenants)
+        self._limits = Limits(self._ledger, self._work_of)
         self._table = WorkerTable(settings.worker_timeout_s, time.monotonic)
         affinity = PrefixAffinity(lambda model: self._lifecycle.models.get(model), time.monotonic)
         self._dispatcher = Dispatcher(
@@ -101,6 +104,7 @@ class Broker:
             self._lifecycle,
             adapters,
             Texts(self._table, self._controls.call),
+            self._limits,
             settings.max_uuid_bytes,
         )
         self._stats = EngineStats()
@@ -127,11 +131,11 @@ class Broker:
         self._awake_s = time.monotonic()
         self._stopped = asyncio.Event()
 
-    def _bind(self, endpoint: str, door: str, max_message_bytes: int) -> tuple[zmq.asyncio.Socket, str]:
+    def _bind(self, endpoint: str, door: str) -> tuple[zmq.asyncio.Socket, str]:
         return sockets.router(
             self._context,
             endpoint,
-            max_message_bytes=max_message_bytes,
+            max_message_bytes=int(self._settings.max_message_bytes),
             keys=self._access.keys,
             door=door,
             # Clients do not trust each other: with keys none may take over the answers of another.
@@ -139,7 +143,7 @@ class Broker:
         )
 
     def _new_queue(self) -> RequestQueue:
-        return RequestQueue(self._settings.max_queue)
+        return RequestQueue(self._settings.max_queue, self._tenants.weight)
 
     def _work_of(self, request: pb.StartRequestRequest) -> int:
         record = self._lifecycle.models.get(request.model_name)
@@ -298,6 +302,7 @@ class Broker:
             await self._on_refused(message.worker_id, message.refused)
         elif kind == "ended":
             await self._dispatcher.ended(worker, message.ended.request_id, message.ended.epoch)
+            await self._ledger.settle(message.ended.request_id)
         elif kind == "control_reply":
             self._controls.answer(message.control_reply)
         elif kind == "goodbye":
@@ -374,12 +379,25 @@ class Broker:
     async def _refresh(self) -> None:
         await self._lifecycle.refresh()
         await self._takeover.look()
+        await self._limits.keep_up()
 
     async def _attend(self) -> None:
         await self._orphans.attend(list(self._lifecycle.models), self._settings.worker_timeout_s)
 
     async def _sweep(self) -> None:
         await self._ledger.sweep_tenants()
+        await self._limits.restore_all()
+
+
+def _ttl(settings: BrokerSettings) -> Ttl:
+    return Ttl(int(settings.result_ttl_s * 1000), int(settings.tombstone_ttl_s * 1000))
+
+
+def _read_tenants(settings: BrokerSettings) -> Tenants:
+    try:
+        return Tenants(settings.tenants)
+    except TenantFileError as e:
+        raise ConfigError(str(e)) from e
 
 
 async def serve(settings: BrokerSettings) -> None:

@@ -4,7 +4,14 @@ import logging
 from dataclasses import replace
 
 from allspark_bus import keys, response_format, rich_text, text_inputs
-from allspark_bus.errors import Damaged, Denied, FleetError, ParamError, UnknownRequest
+from allspark_bus.errors import (
+    Damaged,
+    Denied,
+    FleetError,
+    ParamError,
+    StoreUnavailable,
+    UnknownRequest,
+)
 from allspark_bus.ledger import Ending, Entry, Ledger, now_ms
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
@@ -13,6 +20,7 @@ from allspark_broker import admission, room
 from allspark_broker.adapters import AdapterCheck
 from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.lifecycle import Lifecycle
+from allspark_broker.limits import Limits
 from allspark_broker.texts import Texts
 
 log = logging.getLogger(__name__)
@@ -32,6 +40,7 @@ class Requests:
         lifecycle: Lifecycle,
         adapters: AdapterCheck,
         texts: Texts,
+        limits: Limits,
         max_uuid_bytes: int,
     ) -> None:
         self._ledger = ledger
@@ -39,6 +48,7 @@ class Requests:
         self._lifecycle = lifecycle
         self._adapters = adapters
         self._texts = texts
+        self._limits = limits
         self._max_uuid_bytes = max_uuid_bytes
         self.accepted_total = 0
         self.denied_total = 0
@@ -58,13 +68,15 @@ class Requests:
             if text_inputs.is_text(request):
                 await self._texts.put_ids(request, self._lifecycle.serving(request.model_name))
             self._check(request, envelope, rid)  # last: nothing may change between this and the reservation
+            await self._record(envelope, rid, digest)
+        except StoreUnavailable:
+            raise
         except FleetError as e:
             # A retry of an accepted request gets its answer again, whatever has changed since.
             if await self._ledger.is_same(rid, digest):
                 return fleet.Reply(uuid=uuid)
             self.denied_total += isinstance(e, Denied)
             raise
-        await self._record(envelope, rid, digest)
         return fleet.Reply(uuid=uuid)
 
     async def _check_adapter(self, request: pb.StartRequestRequest) -> None:
@@ -104,13 +116,16 @@ class Requests:
             0,
             0,
         )
-        outcome = "failed"
+        outcome, work = "failed", self._dispatcher.work_of(request)
         try:
+            tag = await self._limits.take(rid, work)
             admission = await self._ledger.admit(entry, digest, envelope.sent_unix_ms)
             outcome = admission.outcome
         finally:
             if outcome != "new":
                 self._dispatcher.give_up(worker, request.model_name, rid)
+        if outcome != "new":
+            await self._limits.give_back(rid, tag)
         if outcome == "late":
             raise Denied(
                 f"uuid {request.config.uuid!r} was released after this call was sent: send it again",
@@ -123,7 +138,6 @@ class Requests:
             )
         if outcome == "new":
             self.accepted_total += 1
-            work = self._dispatcher.work_of(request)
             await self._dispatcher.start(worker, replace(entry, epoch=admission.epoch), work)
 
     async def stop(self, call: pb.StopRequestRequest, tenant: str) -> fleet.Reply:

@@ -1,8 +1,9 @@
 """Settings of a broker."""
 
-from typing import ClassVar, Self
+from pathlib import Path
+from typing import Annotated, ClassVar, Self
 
-from allspark_bus.setting_types import Count, PathList, Seconds, Size, ZmqEndpoint
+from allspark_bus.setting_types import Count, Metavar, PathList, Seconds, Size, ZmqEndpoint
 from allspark_bus.settings import ProcessSettings
 from pydantic import ByteSize, model_validator
 
@@ -20,6 +21,9 @@ class BrokerSettings(ProcessSettings):
     """Directory that models may be built from. Repeat for several; without one no model can be built."""
     max_queue: Count = 4096
     """Requests that may wait for a worker, per model; one more is denied."""
+    tenants: Annotated[Path | None, Metavar("FILE")] = None
+    """Tenants file (TOML) with weights and limits; read again when it changes. Without one all tenants have
+    the same weight and no limits."""
     max_message_bytes: Size = ByteSize(64 << 20)
     """Largest envelope accepted."""
     max_uuid_bytes: Count = 256

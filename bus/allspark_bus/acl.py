@@ -5,7 +5,7 @@ COMMANDS = (
     *("ping", "select", "client|setinfo"),
     *("role", "wait", "cluster|slots", "asking"),  # with Sentinels, replicas or a cluster
     *("evalsha", "script|load", "subscribe", "unsubscribe", "publish", "time", "scan"),
-    *("del", "exists", "pexpire", "hget", "hmget", "hset", "hdel", "sadd", "srem", "smembers"),
+    *("del", "exists", "pexpire", "hget", "hmget", "hgetall", "hset", "hdel", "sadd", "srem", "smembers"),
     *("zadd", "zrem", "zrange", "zcard", "xadd", "xrange", "xrevrange"),
 )
 #: A producer that reads its own results.

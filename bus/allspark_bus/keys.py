@@ -37,6 +37,16 @@ def tenant_requests(tenant: str) -> str:
     return f"as:tenant:{tenant}"
 
 
+def tenant_use(tenant: str) -> str:
+    """Hash: the open requests of a tenant with limits, and their sums."""
+    return f"as:use:{{{tenant}}}"
+
+
+def tenant_rate(tenant: str) -> str:
+    """Hash: the token bucket of a tenant with a rate; gone when it is full."""
+    return f"as:rate:{{{tenant}}}"
+
+
 def model(name: str) -> str:
     """Hash: the catalogue record of a model."""
     return f"as:model:{name}"

@@ -86,6 +86,7 @@ def test_the_acl_has_every_command_that_the_sources_use() -> None:
         "streams",
         "catalogue",
         "wakeups",
+        "tenant_use",
     ):
         used |= set(re.findall(r'\(\s*"([A-Z]{3,})"', (SOURCES / f"{name}.py").read_text()))
     assert {"XADD", "SUBSCRIBE", "SCAN", "ZCARD", "SADD"} <= used
