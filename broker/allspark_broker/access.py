@@ -84,3 +84,5 @@ def authorize(envelope: fleet.Envelope, peer: Peer | None) -> None:
     if envelope.tenant not in ("", peer.name):
         raise NotAllowed(f"the key of producer {peer.name} is not one of tenant {envelope.tenant}")
     envelope.tenant = peer.name
+    if call == "get_fleet_status":
+        envelope.get_fleet_status.own_tenant_only = True

@@ -25,6 +25,7 @@ from allspark_broker.fleet_view import EngineStats, fleet_status
 from allspark_broker.lifecycle import Lifecycle
 from allspark_broker.requests import Requests
 from allspark_broker.room import QueueFull
+from allspark_broker.tenant_view import tenant_status
 from allspark_broker.workers import Worker, WorkerTable
 
 log = logging.getLogger(__name__)
@@ -170,6 +171,10 @@ class Calls:
         status = fleet_status(self._lifecycle.models, self._table, self._dispatcher.queues, time.monotonic)
         status.accepted_total = self._requests.accepted_total
         status.denied_total = self._requests.denied_total
+        if envelope.get_fleet_status.with_tenants:
+            only = envelope.tenant if envelope.get_fleet_status.own_tenant_only else ""
+            queues, limits = self._dispatcher.queues, self._requests.limits
+            status.tenants.extend(await tenant_status(queues, self._table, limits, only))
         return fleet.Reply(fleet_status=status)
 
 

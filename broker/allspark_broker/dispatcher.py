@@ -55,7 +55,9 @@ class Dispatcher:
         """
         model = request.model_name
         queue = self.queues[model]
-        worker = None if len(queue) else self._choose(model, self._affinity.prefix(request))
+        # The retry of a request that a worker holds must not take its flight from it when it is given up.
+        must_queue = len(queue) or self._table.holding(rid) is not None
+        worker = None if must_queue else self._choose(model, self._affinity.prefix(request))
         if worker is None:
             queue.promise(keys.split_request_id(rid)[0])
         else:

@@ -98,6 +98,15 @@ class Limits:
         self._looked_s: dict[str, float] = {}
         self._restored_for: object = None
 
+    @property
+    def tenants(self) -> Tenants:
+        """Who has which."""
+        return self._ledger.tenants
+
+    async def sums(self, tenant: str) -> tuple[int, int]:
+        """Open requests of a tenant in the whole fleet, and their tokens; zeros without limits."""
+        return (0, 0) if self.tenants.quota(tenant) is None else await self._ledger.use.sums(tenant)
+
     async def take(self, rid: str, work: int) -> str:
         """Counts a request that is about to be recorded; a tag, "" without limits. Raises Denied."""
         tenant, _ = keys.split_request_id(rid)
@@ -172,6 +181,11 @@ class Limits:
 
 def denial(tenant: str, work: int, quota: Quota, verdict: Verdict) -> Denied:
     """What a tenant over a limit is told."""
+    if quota.max_tokens and work > quota.max_tokens:
+        return Denied(
+            f"tenant {tenant!r} may not have more than max_tokens {quota.max_tokens} open, and this request "
+            f"alone has {work}, prompt and output: ask for less"
+        )
     if verdict.refused_by == "requests":
         reason = f"{verdict.requests} requests are open, and max_requests is {quota.max_requests}"
     elif verdict.refused_by == "tokens":

@@ -48,7 +48,7 @@ class Requests:
         self._lifecycle = lifecycle
         self._adapters = adapters
         self._texts = texts
-        self._limits = limits
+        self.limits = limits
         self._max_uuid_bytes = max_uuid_bytes
         self.accepted_total = 0
         self.denied_total = 0
@@ -118,14 +118,14 @@ class Requests:
         )
         outcome, work = "failed", self._dispatcher.work_of(request)
         try:
-            tag = await self._limits.take(rid, work)
+            tag = await self.limits.take(rid, work)
             admission = await self._ledger.admit(entry, digest, envelope.sent_unix_ms)
             outcome = admission.outcome
         finally:
             if outcome != "new":
                 self._dispatcher.give_up(worker, request.model_name, rid)
         if outcome != "new":
-            await self._limits.give_back(rid, tag)
+            await self.limits.give_back(rid, tag)
         if outcome == "late":
             raise Denied(
                 f"uuid {request.config.uuid!r} was released after this call was sent: send it again",

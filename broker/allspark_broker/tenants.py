@@ -104,6 +104,10 @@ class Tenants:
         """Its limits; None if it has none."""
         return self.of(tenant).quota()
 
+    def named(self) -> list[str]:
+        """Tenants with tables of their own."""
+        return [] if self._file is None else list(self._file.now().tenant)
+
     def file(self) -> object:
         """Another object whenever the file was read again; None without one."""
         return None if self._file is None else self._file.now()

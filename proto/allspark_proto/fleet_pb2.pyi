@@ -226,12 +226,20 @@ Global___Reply: _TypeAlias = Reply  # noqa: Y015
 class GetFleetStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    WITH_TENANTS_FIELD_NUMBER: _builtins.int
+    OWN_TENANT_ONLY_FIELD_NUMBER: _builtins.int
+    with_tenants: _builtins.bool
+    own_tenant_only: _builtins.bool
+    """of tenants, tell of the envelope's alone; a broker sets it for producers"""
     def __init__(
         self,
+        *,
+        with_tenants: _builtins.bool = ...,
+        own_tenant_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_tenant_only", b"own_tenant_only", "with_tenants", b"with_tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -249,6 +257,7 @@ class FleetStatus(_message.Message):
     INFLIGHT_REQUESTS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOTAL_FIELD_NUMBER: _builtins.int
     DENIED_TOTAL_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     queued_requests: _builtins.int
     """waiting in this broker for a worker"""
     inflight_requests: _builtins.int
@@ -260,6 +269,10 @@ class FleetStatus(_message.Message):
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStatus]: ...
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStatus]:
+        """the 1000 with the most open requests, as far as this broker knows"""
+
     def __init__(
         self,
         *,
@@ -269,14 +282,64 @@ class FleetStatus(_message.Message):
         inflight_requests: _builtins.int = ...,
         accepted_total: _builtins.int = ...,
         denied_total: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_total", b"accepted_total", "denied_total", b"denied_total", "inflight_requests", b"inflight_requests", "models", b"models", "queued_requests", b"queued_requests", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_total", b"accepted_total", "denied_total", b"denied_total", "inflight_requests", b"inflight_requests", "models", b"models", "queued_requests", b"queued_requests", "tenants", b"tenants", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FleetStatus: _TypeAlias = FleetStatus  # noqa: Y015
+
+@_typing.final
+class TenantStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
+    INFLIGHT_REQUESTS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    OPEN_REQUESTS_FIELD_NUMBER: _builtins.int
+    OPEN_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_REQUESTS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_RATE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    queued_requests: _builtins.int
+    """waiting in this broker for their first turn"""
+    inflight_requests: _builtins.int
+    """held by workers, as far as this broker knows"""
+    weight: _builtins.float
+    """share of the workers beside others who wait"""
+    open_requests: _builtins.int
+    """Of a tenant with limits, in the whole fleet; 0 without, and for a limit that is not set:"""
+    open_tokens: _builtins.int
+    """prompt and granted output"""
+    max_requests: _builtins.int
+    max_tokens: _builtins.int
+    token_rate: _builtins.float
+    """tokens per second"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        queued_requests: _builtins.int = ...,
+        inflight_requests: _builtins.int = ...,
+        weight: _builtins.float = ...,
+        open_requests: _builtins.int = ...,
+        open_tokens: _builtins.int = ...,
+        max_requests: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        token_rate: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inflight_requests", b"inflight_requests", "max_requests", b"max_requests", "max_tokens", b"max_tokens", "name", b"name", "open_requests", b"open_requests", "open_tokens", b"open_tokens", "queued_requests", b"queued_requests", "token_rate", b"token_rate", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantStatus: _TypeAlias = TenantStatus  # noqa: Y015
 
 @_typing.final
 class ModelStatus(_message.Message):

@@ -91,6 +91,16 @@ class Broker:
         assert (await self.ledger.admit(entry, b"d")).outcome == "new"
 
 
+async def test_a_retry_of_what_a_worker_holds_leaves_it_there(store: Store) -> None:
+    broker = Broker("one", store)
+    model = fleet.WorkerModel(name="m", state="running", capacity=4)
+    held = fleet.HeldRequest(request_id=RID, epoch=1, model="m")
+    broker.table.announce("w", fleet.Announce(models=[model], held=[held]))
+    place = broker.dispatcher.reserve(request("u", [1], 3), RID)
+    broker.dispatcher.give_up(place, "m", RID)
+    assert broker.table.holding(RID) is not None
+
+
 @pytest.fixture
 async def other(store: Store) -> Broker:
     """The broker whose requests become orphans."""

@@ -134,6 +134,9 @@ async def test_tokens_of_open_requests_are_limited(store: Store, file: Path) -> 
     ):
         await broker.admit("a/2", 6)
     assert await broker.admit("a/2", 5) == "new"
+    with pytest.raises(Denied, match="this request alone has 101") as e:
+        await broker.admit("a/3", 101)
+    assert e.value.retry_after_ms == 0, "trying again is no use"
 
 
 async def test_a_rate_admits_its_burst_and_says_when_there_is_more(store: Store, file: Path) -> None:

@@ -36,9 +36,11 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fleet(secure: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("models")
     (root / "m.json").write_text('{"max_length": 512, "max_batch": 16}')
+    tenants = root / "tenants.toml"
+    tenants.write_text("[tenant.b]\nmax_tokens = 200\n")
     options = FleetOptions(
         secure=secure, model_roots=(root,), worker_command=(sys.executable, SCRIPTED),
-        broker_args=("--drain-s=5",), worker_args=("--log-level=debug",),
+        broker_args=("--drain-s=5", f"--tenants={tenants}"), worker_args=("--log-level=debug",),
         gateway_args=("--log-level=debug",),
     )  # fmt: skip
     with Fleet(options, lambda name, line: written.append(line)) as f:
@@ -74,6 +76,18 @@ def test_two_tenants_share_the_models_and_nothing_else(fleet: Fleet, secure: Pat
         assert a.attach("m", "000").result() == tokens
 
 
+def test_the_tenant_of_a_token_has_its_limits(fleet: Fleet, secure: Path) -> None:
+    options = GenerateOptions(max_new_tokens=300)
+    with (
+        Client(fleet.addresses, access=access(secure, "a")) as a,
+        Client(fleet.addresses, access=access(secure, "b")) as b,
+    ):
+        with pytest.raises(StatusError, match="tenant 'b' may not have more than max_tokens 200") as caught:
+            b.submit("m", [1, 2, 3], options).result()
+        assert caught.value.status == pb.ALLSPARK_REQUEST_DENIED
+        assert len(a.submit("m", [1, 2, 3], options).result()) == 300
+
+
 async def test_a_stranger_gets_nothing_from_any_port(fleet: Fleet, secure: Path) -> None:
     with pytest.raises(AccessDenied):
         async with AsyncClient(fleet.addresses, access=Access(ca=(secure / "ca.pem").read_bytes())) as client:
@@ -105,6 +119,9 @@ async def test_the_operator_sees_everything(fleet: Fleet, secure: Path) -> None:
     )
     assert all("error" not in part for part in (*report["gateways"], *report["brokers"]))
     assert [model["name"] for model in report["brokers"][0]["models"]] == ["m"]
+    assert {"b": "200"}.items() <= {
+        t["name"]: t["max_tokens"] for t in report["brokers"][0]["tenants"]
+    }.items()
     assert [stat["model_name"] for stat in report["stats"]] == ["m"]
 
 

@@ -31,6 +31,17 @@ _WORKER_COLUMNS = {
     "draining": "draining",
     "last_seen_s": "seen s ago",
 }
+_TENANT_COLUMNS = {
+    "name": "tenant",
+    "weight": "weight",
+    "queued_requests": "waiting",
+    "inflight_requests": "with workers",
+    "open_requests": "counted",
+    "max_requests": "limit",
+    "open_tokens": "tokens",
+    "max_tokens": "limit",
+    "token_rate": "tokens/s",
+}
 _STAT_COLUMNS = {
     "model_name": "model",
     "running_request": "running",
@@ -99,7 +110,7 @@ async def _is_ready(address: str, timeout_s: float, access: Access) -> bool:
 async def _ask_broker(endpoint: str, timeout_s: float, keys: ClientKeys | None) -> dict[str, Any]:
     client = BrokerClient([endpoint], keys=keys)
     try:
-        envelope = fleet.Envelope(get_fleet_status=fleet.GetFleetStatus())
+        envelope = fleet.Envelope(get_fleet_status=fleet.GetFleetStatus(with_tenants=True))
         status = raise_for(await client.call(envelope, timeout_s)).fleet_status
     except FleetError as error:
         return {"endpoint": endpoint, "error": error.reason}
@@ -142,6 +153,8 @@ def show(report: dict[str, Any]) -> None:
         out.print(f"broker {broker['endpoint']}  {waiting} waiting, {running} with workers", markup=False)
         out.print(_table(broker["models"], _MODEL_COLUMNS))
         out.print(_table(broker["workers"], _WORKER_COLUMNS))
+        if broker["tenants"]:
+            out.print(_table(broker["tenants"], _TENANT_COLUMNS))
     if report["stats"]:
         out.print(_table(report["stats"], _STAT_COLUMNS))
 
