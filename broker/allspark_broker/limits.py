@@ -15,6 +15,7 @@ from allspark_bus.errors import Damaged, Denied
 from allspark_bus.ledger import Ending, Ledger, Ttl, now_ms
 from allspark_bus.store import Store
 from allspark_bus.tenant_use import Quota, TenantUse, Use, Verdict
+from allspark_bus.upkeep import outcomes
 from allspark_proto import allspark_service_pb2 as pb
 
 from allspark_broker.tenants import Tenants
@@ -55,7 +56,7 @@ class LimitedLedger(Ledger):
 
     async def states(self, rids: Sequence[str]) -> list[str]:
         """ "open", "ended" or "released"; "" for unknown and damaged records."""
-        found = await self._outcomes([("HGET", keys.request(rid), "st") for rid in rids])
+        found = await outcomes(self._store, [("HGET", keys.request(rid), "st") for rid in rids])
         return [state.decode() if isinstance(state, bytes) else "" for state in found]
 
     async def tenants_with_requests(self) -> AsyncIterator[str]:

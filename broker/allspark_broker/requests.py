@@ -15,6 +15,7 @@ from allspark_bus.errors import (
 from allspark_bus.ledger import Ending, Entry, Ledger, now_ms
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
+from redis.exceptions import OutOfMemoryError
 
 from allspark_broker import admission, room
 from allspark_broker.adapters import AdapterCheck
@@ -116,11 +117,14 @@ class Requests:
             0,
             0,
         )
-        outcome, work = "failed", self._dispatcher.work_of(request)
+        outcome, tag, work = "failed", "", self._dispatcher.work_of(request)
         try:
             tag = await self.limits.take(rid, work)
             admission = await self._ledger.admit(entry, digest, envelope.sent_unix_ms)
             outcome = admission.outcome
+        except OutOfMemoryError:
+            await self.limits.give_back(rid, tag)
+            raise
         finally:
             if outcome != "new":
                 self._dispatcher.give_up(worker, request.model_name, rid)

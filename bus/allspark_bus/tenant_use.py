@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from allspark_bus import damage, keys
-from allspark_bus.scripts import Script
+from allspark_bus.scripts import ALLOW_OOM, Script
 from allspark_bus.store import Store
 
-RESERVE = Script.load("reserve")
-FREE = Script.load("free")
+# A retry of what was recorded must get its answer at full memory too; anything new is refused right after.
+RESERVE = Script.load("reserve", ALLOW_OOM)
+FREE = Script.load("free", ALLOW_OOM)
 _SUMS = (b"requests", b"tokens")
 
 

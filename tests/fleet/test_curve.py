@@ -107,6 +107,9 @@ async def test_keys_decide_who_may_do_what(curve_fleet: CurveFleet, made: Path, 
         kind = pb.ModelStructConfig if call == "build_model" else pb.ModelName
         reply = await curve_fleet.call("producer-a", **{call: kind(model_name="m")})
         assert (reply.as_status, call in reply.reason) == (pb.ALLSPARK_INVALID_CALL_ERROR, True)
+    asked = fleet.GetFleetStatus(with_tenants=True)
+    status = (await curve_fleet.call("producer-a", get_fleet_status=asked)).fleet_status
+    assert [row.name for row in status.tenants] == ["a"], "of other tenants it is told nothing"
     reply = await curve_fleet.call("producer-a", shutdown_service=pb.Empty())
     assert reply.as_status == pb.ALLSPARK_INVALID_CALL_ERROR
     reply = await curve_fleet.call("gateway", tenant="a", release_request=pb.StopRequestRequest(uuid="u"))
