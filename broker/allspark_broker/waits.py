@@ -12,6 +12,9 @@ MEMORY = 64
 #: adds: as TCP estimates its round trips (RFC 6298, section 2).
 GAIN, DEVIATION_GAIN, DEVIATIONS = 1 / 8, 1 / 4, 4
 
+#: Waiting is estimated longer than it was of late: a fleet serves somewhat less when more is asked of it.
+MARGIN = 1.25
+
 FIRST_HINT_MS = 1000  # while nothing is known
 MIN_HINT_MS, MAX_HINT_MS = 50, 30_000
 #: Denied clients are sent back over this span around the estimate, so that they do not come back together.
@@ -83,11 +86,11 @@ class Waits:
         return max(mean_s, (self._span_s + open_s) / (self._departures + 1))
 
     def end_s(self, ahead: int, token_limit: int) -> float:
-        """Seconds until a request behind `ahead` others would have ended; 0 if that is not known."""
+        """Seconds in which a request behind `ahead` others has ended most likely; 0 if that is not known."""
         interval_s = self.interval_s()
         if not interval_s:
             return 0.0
-        return (ahead + 1) * interval_s + self._run.careful_s() * max(1, token_limit)
+        return MARGIN * (ahead + 1) * interval_s + self._run.careful_s() * max(1, token_limit)
 
     def hint_ms(self, ahead: int) -> int:
         """When to try again: about when half of those that wait have left."""

@@ -59,7 +59,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--model", "/no/such/model"], EXIT_FAILED, "does not exist"),
         (["up", "--gateways", "3", "--grpc", "a:1", "--grpc", "a:2"], EXIT_USAGE, "one for each gateway"),
         (["bench", "--batch", "two"], EXIT_USAGE, "--batch"),
-        (["bench", "speed"], EXIT_USAGE, "'throughput' or 'prefix'"),
+        (["bench", "speed"], EXIT_USAGE, "'throughput', 'prefix' or 'overload'"),
         (["bench", "prefix", "--hit-rate", "100"], EXIT_USAGE, "--hit-rate"),
         (["bench", "prefix", "--hit-rate", "most"], EXIT_USAGE, "--hit-rate"),
         (["status", "--expect-worker", "w"], EXIT_USAGE, "needs --broker"),

@@ -31,7 +31,7 @@ COMMANDS = {
     "certs": _Command("make certificates, keys and tokens for development", "up"),
     "dashinfer-shim": _Command("let DashInfer 1.x programs run on a fleet", ""),
     "status": _Command("show models, workers and requests", ""),
-    "bench": _Command("measure tokens per second and time to first token", "up"),
+    "bench": _Command("measure speed, the prefix cache, or overload", "up"),
     "gateway": _Command("one gateway of a fleet", ""),
     "broker": _Command("one broker of a fleet", ""),
     "worker": _Command("one worker of a fleet", "worker"),

@@ -12,12 +12,12 @@ from rich.table import Table
 
 from allspark.cli.console import activity, out, progress
 from allspark.cli.errors import CommandError
-from allspark.cli.fleets import common_args, load_models, show_line, worker_args
+from allspark.cli.fleets import load_models, show_line, small_fleet
 from allspark.cli.models import LocalModel, resolve
 from allspark.cli.process import choose_kernels
 from allspark.cli.settings import BenchSettings
 from allspark.client import CACHE_MODES, AllSparkError, ModelOptions
-from allspark.launcher import Fleet, FleetOptions, LaunchError
+from allspark.launcher import Fleet, LaunchError
 
 if TYPE_CHECKING:
     from allspark.cli.bench_measure import Result
@@ -45,20 +45,17 @@ def run(argv: Sequence[str]) -> int:
         from allspark.cli import bench_prefix
 
         return bench_prefix.run(settings, config_file(BenchSettings, argv))
+    if settings.benchmark == "overload":
+        from allspark.cli import bench_overload
+
+        return bench_overload.run(settings, config_file(BenchSettings, argv))
     batches = _batches(settings)
     from allspark_workers.engine.threads import set_environment
 
     choose_kernels(settings.kernels)
     set_environment(settings.num_threads)  # before anything imports torch
     model = resolve(settings.model)
-    common = common_args(settings, config_file(BenchSettings, argv))
-    options = FleetOptions(
-        device=settings.device,
-        model_roots=(model.root,),
-        gateway_args=common,
-        broker_args=common,
-        worker_args=(*common, *worker_args(settings)),
-    )
+    options = small_fleet(settings, config_file(BenchSettings, argv), model)
     try:
         with Fleet(options, show_line) as fleet:
             built_as = ModelOptions(

@@ -15,12 +15,12 @@ from rich.table import Table
 
 from allspark.cli.console import out, progress
 from allspark.cli.errors import CommandError
-from allspark.cli.fleets import common_args, load_models, show_line, worker_args
+from allspark.cli.fleets import load_models, show_line, small_fleet
 from allspark.cli.models import LocalModel, resolve
 from allspark.cli.plot import Point, line_plot
 from allspark.cli.settings import BenchSettings
 from allspark.client import AllSparkError, AsyncClient, GenerateOptions, ModelOptions
-from allspark.launcher import Fleet, FleetOptions, LaunchError
+from allspark.launcher import Fleet, LaunchError
 
 SPAN_TOKENS = 32
 #: Ids of the random prompts: every vocabulary has as many.
@@ -43,14 +43,7 @@ def run(settings: BenchSettings, config: Path | None) -> int:
     """Start a fleet of one worker, measure every hit rate in turns, print the medians, draw them."""
     rates = _rates(settings)
     model = resolve(settings.model)
-    common = common_args(settings, config)
-    options = FleetOptions(
-        device=settings.device,
-        model_roots=(model.root,),
-        gateway_args=common,
-        broker_args=common,
-        worker_args=(*common, *worker_args(settings)),
-    )
+    options = small_fleet(settings, config, model)
     try:
         with Fleet(options, show_line) as fleet:
             load_models(fleet, [model], ModelOptions(max_batch=4, span_size=SPAN_TOKENS))

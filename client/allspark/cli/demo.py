@@ -9,12 +9,12 @@ from allspark_bus.settings import config_file
 from allspark import demo_model
 from allspark.cli.console import activity, err
 from allspark.cli.errors import CommandError
-from allspark.cli.fleets import common_args, load_models, show_line, worker_args
+from allspark.cli.fleets import load_models, show_line, small_fleet
 from allspark.cli.generate import stream_answer
 from allspark.cli.models import resolve
 from allspark.cli.settings import DemoSettings
 from allspark.client import AllSparkError, Client, GenerateOptions, ModelOptions
-from allspark.launcher import Fleet, FleetOptions, LaunchError
+from allspark.launcher import Fleet, LaunchError
 from allspark.text import TextError, load_tokenizer
 
 
@@ -22,14 +22,7 @@ def run(argv: Sequence[str]) -> int:
     """Fetch, start, ask, answer, stop; 0 if the answer finished."""
     settings = DemoSettings.load(argv)
     model = resolve(demo_model.NAME)
-    common = common_args(settings, config_file(DemoSettings, argv))
-    options = FleetOptions(
-        device=settings.device,
-        model_roots=(model.root,),
-        gateway_args=common,
-        broker_args=common,
-        worker_args=(*common, *worker_args(settings)),
-    )
+    options = small_fleet(settings, config_file(DemoSettings, argv), model)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     fleet = Fleet(options, show_line)
     try:

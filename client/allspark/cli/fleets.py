@@ -11,7 +11,7 @@ from allspark.cli.loading import loading_bar
 from allspark.cli.models import LocalModel
 from allspark.cli.settings import FleetSettings
 from allspark.client import AllSparkError, ModelOptions
-from allspark.launcher import Fleet
+from allspark.launcher import Fleet, FleetOptions
 
 
 def show_line(name: str, line: str) -> None:
@@ -34,6 +34,18 @@ def worker_args(settings: FleetSettings) -> tuple[str, ...]:
     if settings.kv_memory is not None:
         args.append(f"--kv-memory={int(settings.kv_memory)}")
     return tuple(args)
+
+
+def small_fleet(settings: FleetSettings, config: Path | None, model: LocalModel) -> FleetOptions:
+    """A fleet of one of each for one model, with a store that goes with it."""
+    common = common_args(settings, config)
+    return FleetOptions(
+        device=settings.device,
+        model_roots=(model.root,),
+        gateway_args=common,
+        broker_args=common,
+        worker_args=(*common, *worker_args(settings)),
+    )
 
 
 def load_models(fleet: Fleet, models: Sequence[LocalModel], options: ModelOptions) -> None:

@@ -299,12 +299,13 @@ class DemoSettings(FleetSettings):
 
 class BenchSettings(FleetSettings):
     """Measure. throughput: tokens per second and time to first token, engine and fleet in turns. prefix: time
-    to first token of a fleet against the part of the prompt that its prefix cache has."""
+    to first token of a fleet against the part of the prompt that its prefix cache has. overload: what becomes
+    of more requests than a fleet can serve."""
 
     command: ClassVar[str] = "bench"
 
-    benchmark: Annotated[Literal["throughput", "prefix"], Positional()] = "throughput"
-    """What to measure: throughput or prefix."""
+    benchmark: Annotated[Literal["throughput", "prefix", "overload"], Positional()] = "throughput"
+    """What to measure: throughput, prefix or overload."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Number format of products, in the engine and in the fleet."""
     model: Annotated[str, Metavar("PATH")] = "smollm2"
@@ -312,7 +313,7 @@ class BenchSettings(FleetSettings):
     batch: Annotated[StrList, Metavar("N")] = ("1", "16")
     """Requests at once. Repeat for several."""
     prompt_tokens: Count = 128
-    """Length of each random prompt (throughput)."""
+    """Length of each random prompt (throughput, overload)."""
     prefix_tokens: Annotated[int, Field(ge=33), Metavar("N")] = 1024
     """Length of each random prompt (prefix)."""
     hit_rate: Annotated[StrList, Metavar("PERCENT")] = ("0", "30", "60", "90")
@@ -321,6 +322,12 @@ class BenchSettings(FleetSettings):
     """Draw the result into this file (prefix)."""
     new_tokens: Annotated[int, Field(ge=2), Metavar("N")] = 128
     """Tokens to generate for each prompt; the end-of-text token is ignored."""
+    times: Annotated[float, Field(gt=0, allow_inf_nan=False), Metavar("X")] = 10.0
+    """Load as a multiple of the rate that the fleet can serve, which is measured first (overload)."""
+    seconds: Seconds = 10.0
+    """How long the load lasts (overload)."""
+    deadline_s: Seconds = 10.0
+    """Deadline of each request (overload)."""
     cache_mode: CacheModeName = "default"
     """How K and V of the model are kept: default in the model's number format; int8 and uint4 hold about two
     and four times as many tokens, less exactly."""
