@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,6 +24,7 @@ from allspark_broker.workers import Flight, Worker, WorkerTable
 
 log = logging.getLogger(__name__)
 
+NOT_SENT_S = math.inf  # of a place on a worker that is taken while Redis is told
 MAX_DEATHS = 2  # R11: a request whose worker died this often while it ran is quarantined
 
 
@@ -61,7 +63,7 @@ class Dispatcher:
         if worker is None:
             queue.promise(keys.split_request_id(rid)[0])
         else:
-            worker.flights[rid] = Flight(rid, model, 1, self._clock())
+            worker.flights[rid] = Flight(rid, model, 0, NOT_SENT_S)
         return worker
 
     def give_up(self, worker: Worker | None, model: str, rid: str) -> None:
@@ -116,7 +118,8 @@ class Dispatcher:
                 return
             queue.serve(waiting)
             # The place is taken before the first await, or two pumps would overfill the worker.
-            worker.flights[waiting.request_id] = self._flight(model, waiting)
+            flight = Flight(waiting.request_id, model, waiting.epoch, NOT_SENT_S)
+            worker.flights[waiting.request_id] = flight
             async with self._ends_damaged(waiting.request_id, worker):
                 advance = await self._ledger.advance(waiting.request_id, waiting.epoch, worker.worker_id)
                 if advance.outcome != "ok":
@@ -136,13 +139,17 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def _ends_damaged(self, rid: str, worker: Worker | None = None) -> AsyncIterator[None]:
-        """A request whose record turns out to be damaged frees its place on the worker and ends."""
+        """A request whose record turns out to be damaged ends; with every error its place is free again."""
         try:
             yield
         except Damaged as error:
             if worker is not None:
                 worker.flights.pop(rid, None)
             await self._ledger.condemn(rid, error.reason)
+        except BaseException:  # whether it was dispatched is not known: who looks for orphans will find it
+            if worker is not None:
+                worker.flights.pop(rid, None)
+            raise
 
     async def pump_all(self) -> None:
         """Dispatches what any queue holds."""

@@ -31,6 +31,15 @@ _USED_TENSORS = frozenset({"input_ids", "attention_mask", "hash_input"})
 _TEXT_TENSORS = text_inputs.NAMES
 
 
+def first_epoch() -> int:
+    """The epoch that a request begins with: the time in seconds.
+
+    So it is above every epoch that an earlier request of the same uuid had, long after its tombstone is gone:
+    a worker that slept all the while holds such an epoch, and must not append to this one.
+    """
+    return now_ms() // 1000
+
+
 class Requests:
     """Admission, and ending requests from outside."""
 
@@ -108,7 +117,7 @@ class Requests:
         entry = Entry(
             rid,
             request.model_name,
-            1 if worker else 0,
+            first_epoch(),
             worker.worker_id if worker else "",
             request.SerializeToString(),
             now_ms(),

@@ -108,6 +108,7 @@ class Node:
         self._sent: list[Call] = []
         self._parked: list[Call] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
         self._connection: AbstractConnection | None = None
         self._is_doubted = False  # another server may be the master by now
@@ -133,7 +134,23 @@ class Node:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending.append((command, future, time.monotonic()))
         self._wake.set()
+        if self._expiry is None and self._terms.patience_s is not None:
+            self._expire_in(self._terms.patience_s)
         return future
+
+    def _expire_in(self, seconds: float) -> None:
+        self._expiry = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        """Ends calls that have waited too long, though a server that is slow may still be at work on them."""
+        self._expiry = None
+        error = TimeoutError("no answer")
+        waiting = [c for c in (*self._sent, *self._pending, *self._parked) if not c[1].done()]
+        waiting = [c for c in waiting if not self._gave_up(c, error)]
+        self._pending = [c for c in self._pending if not c[1].done()]
+        if waiting and self._terms.patience_s is not None:
+            oldest_s = min(c[2] for c in waiting)
+            self._expire_in(max(RETRY_FIRST_S, oldest_s + self._terms.patience_s - time.monotonic()))
 
     def put(self, *calls: Call) -> None:
         """Takes calls that were admitted before; they follow each other on the connection."""
@@ -336,8 +353,9 @@ class Node:
     async def leave(self) -> list[Call]:
         """Ends the connection; returns the calls that nobody answered."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._expiry):
+            if timer is not None:
+                timer.cancel()
         for task in (self._watcher, self._task):
             if task is not None:
                 task.cancel()

@@ -65,7 +65,10 @@ BROKER = "import sys; from allspark_broker.main import main; from allspark_broke
 class MiniFleet:
     """One broker, workers with the scripted engine, and a client."""
 
-    def __init__(self, redis: str, directory: Path, *broker_flags: str) -> None:
+    def __init__(
+        self, redis: str, directory: Path, *broker_flags: str, worker_timeout_s: float = 1.0
+    ) -> None:
+        self.worker_timeout_s = worker_timeout_s
         self.redis = redis
         self.directory = directory
         self.broker_flags = broker_flags
@@ -82,7 +85,7 @@ class MiniFleet:
     def start_broker(self) -> None:
         self.broker = Process(
             sys.executable, "-c", BROKER, f"--redis={self.redis}", f"--frontend={self.frontend}",
-            f"--backend={self.backend}", "--heartbeat-s=0.1", "--worker-timeout-s=1.0",
+            f"--backend={self.backend}", "--heartbeat-s=0.1", f"--worker-timeout-s={self.worker_timeout_s}",
             "--ack-timeout-s=1.0", "--drain-s=5", *self.broker_flags,
         )  # fmt: skip
         self.frontend, self.backend = self.broker.addresses["frontend"], self.broker.addresses["backend"]

@@ -53,16 +53,37 @@ async def test_a_zombie_that_wakes_up_appends_nothing(fleet_: MiniFleet) -> None
     await fleet_.build_and_start()
     await fleet_.submit("u", [9, 9], 60)
     await fleet_.generated("u", 5)
+    before = await fleet_.ledger.load("default/u")
     zombie.signal(signal.SIGSTOP)
     fleet_.start_worker()
 
     async def dispatched_again() -> bool:
-        return (await fleet_.ledger.load("default/u")).epoch >= 3  # claimed, then dispatched
+        entry = await fleet_.ledger.load("default/u")
+        return entry.epoch >= before.epoch + 2  # claimed, then dispatched
 
     await until(fleet_.wakeups, "default/u", dispatched_again)
     zombie.signal(signal.SIGCONT)
     batch = await asyncio.wait_for(fleet_.result("u"), 20)
     assert list(batch.tokens) == expected_tokens([9, 9], 60)
+
+
+async def test_a_zombie_appends_nothing_to_the_next_request_of_its_uuid_when_no_tombstone_is_left(
+    fleet_: MiniFleet,
+) -> None:
+    """Other tokens at the same positions: only the epoch tells the two requests apart."""
+    fleet_.write_model(step_s=0.02)
+    zombie = fleet_.start_worker()
+    await fleet_.build_and_start()
+    await fleet_.submit("u", [9, 9], 400)
+    await fleet_.generated("u", 3)
+    zombie.signal(signal.SIGSTOP)
+    assert (await fleet_.call(release_request=pb.StopRequestRequest(uuid="u"))).as_status == 0
+    await fleet_.store.command("DEL", keys.request("default/u"))  # what time does to a tombstone
+    fleet_.start_worker()
+    assert (await fleet_.submit("u", [1, 2], 100)).as_status == 0
+    zombie.signal(signal.SIGCONT)
+    batch = await asyncio.wait_for(fleet_.result("u"), 20)
+    assert list(batch.tokens) == expected_tokens([1, 2], 100)
 
 
 async def test_a_restarted_broker_loses_no_request(fleet_: MiniFleet) -> None:

@@ -87,6 +87,9 @@ class UpSettings(FleetSettings):
     state directory."""
     redis: Annotated[RedisUrl | None, Field(repr=False), Metavar("URL")] = None
     """Use this Redis or Valkey instead of the embedded one."""
+    redis_fsync: Literal["always", "everysec", "no"] = "everysec"
+    """When the embedded store has its writes on the disk: before it answers (always), within two seconds, or
+    when the system likes (no). A crash of the machine loses what was not there yet."""
     model_root: PathList = ()
     """Directory from which clients may build further models. Repeat for several."""
     max_length: Natural = 0
@@ -112,6 +115,8 @@ class UpSettings(FleetSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.redis is not None and self.redis_fsync != "everysec":
+            raise ValueError("--redis-fsync is for the embedded store: set appendfsync of your own one")
         if self.secure is not None and self.redis is not None:
             raise ValueError(
                 "--secure is for the embedded store; docs/security.md tells how to secure another"

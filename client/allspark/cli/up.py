@@ -92,6 +92,7 @@ def _fleet_options(settings: UpSettings, models: Sequence[LocalModel], config: P
             device=settings.device,
             data_dir=settings.data_dir or default_data_dir(),
             redis=settings.redis,
+            redis_fsync=settings.redis_fsync,
             secure=settings.secure.expanduser() if settings.secure else None,
             model_roots=_roots(settings, models),
             drain_s=settings.drain_s,

@@ -149,7 +149,9 @@ class Fleet:
         self._lock = store.lock_directory(directory)
         socket = scratch / "valkey.sock"
         options = self.secured.store_options() if self.secured else {}
-        command = store.valkey_command(store.valkey_binary(), directory, socket, options)
+        command = store.valkey_command(
+            store.valkey_binary(), directory, socket, self.options.redis_fsync, options
+        )
         self.redis_url = self.secured.store_url(socket) if self.secured else f"unix://{socket}"
         self.store = ManagedProcess(
             "store",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from allspark_bus.setting_types import split_host_port
 
+from allspark.launcher.store import Fsync
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
@@ -16,7 +18,8 @@ class FleetOptions:
     addresses, or one address is counted up. ``data_dir`` None: a temporary directory that goes with the
     fleet.
     ``secure``: a directory of ``allspark certs``; TLS, tokens, CURVE and the store's ACL come from it.
-    ``redis``: use this store instead of an embedded one. ``*_args`` are further flags of each process.
+    ``redis``: use this store instead of an embedded one, which has its writes on the disk as ``redis_fsync``
+    says. ``*_args`` are further flags of each process.
     ``worker_command``: what to run instead of ``allspark worker``; it gets the same flags.
     """
 
@@ -27,6 +30,7 @@ class FleetOptions:
     device: str = "cpu"
     data_dir: Path | None = None
     redis: str | None = None
+    redis_fsync: Fsync = "everysec"
     secure: Path | None = None
     model_roots: tuple[Path, ...] = ()
     drain_s: float = 30.0

@@ -5,13 +5,15 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO
+from typing import IO, Literal
 
 from allspark.launcher.errors import LaunchError
 
 #: Valkey's log line once it has read its append-only file and answers.
 READY_TEXT = "Ready to accept connections"
 _MAX_SOCKET_PATH = 107
+#: https://valkey.io/topics/persistence, "How durable is the append only file?"
+Fsync = Literal["always", "everysec", "no"]
 
 
 def valkey_binary() -> Path:
@@ -30,9 +32,13 @@ def valkey_binary() -> Path:
 
 
 def valkey_command(
-    binary: Path, directory: Path, socket: Path, further: Mapping[str, str] = MappingProxyType({})
+    binary: Path,
+    directory: Path,
+    socket: Path,
+    fsync: Fsync,
+    further: Mapping[str, str] = MappingProxyType({}),
 ) -> Sequence[str]:
-    """Writes reach the append-only file within a second; a full memory is an error, not an eviction."""
+    """`fsync`: when writes are on the disk. A full memory is an error, not an eviction."""
     if len(os.fsencode(socket)) > _MAX_SOCKET_PATH:
         raise LaunchError(f"{socket} is too long for a unix socket; set TMPDIR to a shorter directory")
     options = {
@@ -42,7 +48,7 @@ def valkey_command(
         "dir": str(directory),
         "save": "",
         "appendonly": "yes",
-        "appendfsync": "everysec",
+        "appendfsync": fsync,
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
         "logfile": "",
