@@ -13,9 +13,9 @@ from allspark_bus.streams import Streams
 from allspark_bus.wakeups import Wakeups
 from redis.crc import key_slot
 
-from tests.bus.traffic import LIMIT_S, Writer, entry, follow, tokens_of
+from tests.bus.traffic import Writer, entry, follow, tokens_of
 from tests.conftest import ValkeyProcess
-from tests.topologies import ClusterNodes, ask, until
+from tests.topologies import LIMIT_S, ClusterNodes, ask, until
 
 
 @pytest.fixture(scope="module")

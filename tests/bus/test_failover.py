@@ -11,8 +11,8 @@ from allspark_bus.store import Store
 from allspark_bus.streams import Streams
 from allspark_bus.wakeups import Wakeups
 
-from tests.bus.traffic import LIMIT_S, Writer, entry, follow
-from tests.topologies import Replicated, ask, until
+from tests.bus.traffic import Writer, entry, follow
+from tests.topologies import LIMIT_S, Replicated, ask, until
 
 
 @pytest.fixture(scope="module")

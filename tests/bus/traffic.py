@@ -8,7 +8,7 @@ from allspark_bus.ledger import APPENDED, GAP, Append, Ending, Entry, Ledger, no
 from allspark_bus.streams import Streams
 from allspark_bus.wakeups import Wakeups
 
-LIMIT_S = 60.0
+from tests.topologies import LIMIT_S
 
 
 def tokens_of(rid: str, count: int) -> list[int]:

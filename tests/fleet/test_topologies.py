@@ -10,7 +10,7 @@ from allspark_proto import records
 
 from tests.fleet.harness import MiniFleet
 from tests.fleet.scripted_engine import expected_tokens
-from tests.topologies import ClusterNodes, Replicated, ask
+from tests.topologies import ClusterNodes, Replicated, ask, until
 
 
 @pytest.fixture
@@ -65,6 +65,7 @@ async def test_tokens_that_were_lost_with_the_master_are_appended_again(
         for uuid in running:
             await f.generated(uuid, kept + 20)
         await asyncio.to_thread(replicated.kill_master)
+        await until("the replica is promoted", lambda: replicated.master_port() == replica.port)
         for i, uuid in enumerate(running):
             await check(f, uuid, [8, i], 400)
         await check(f, "ends", [9, 9], 60)
