@@ -107,6 +107,7 @@ class Node:
         self._pending: list[Call] = []
         self._sent: list[Call] = []
         self._parked: list[Call] = []
+        self._room = terms.max_pending  # less what is parked
         self._timer: asyncio.TimerHandle | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
@@ -127,7 +128,7 @@ class Node:
         """The reply to come. Raises StoreUnavailable if this is closed or too many calls wait."""
         if self._closed:
             raise StoreUnavailable("the Redis client of this process is closed")
-        if len(self._pending) + len(self._parked) >= self._terms.max_pending:
+        if len(self._pending) >= self._room:
             raise StoreUnavailable(f"{self._terms.max_pending} Redis calls wait already: Redis is too slow")
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -266,6 +267,7 @@ class Node:
         if call[1].done() or self._gave_up(call, error):
             return
         self._parked.append(call)
+        self._room -= 1
         if self._routing is not None:
             self._routing.suspect()
         if self._timer is None:
@@ -276,6 +278,7 @@ class Node:
     def _unpark(self) -> None:
         self._timer = None
         calls, self._parked = self._parked, []
+        self._room = self._terms.max_pending
         for call in calls:
             (self._routing.route if self._routing is not None else self.put)(call)
 

