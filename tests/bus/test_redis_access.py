@@ -76,20 +76,10 @@ async def opened(where: str) -> AsyncIterator[Store]:
 def test_the_acl_has_every_command_that_the_sources_use() -> None:
     scripts = "".join(path.read_text() for path in SOURCES.glob("lua/*.lua"))
     used = set(re.findall(r"redis\.p?call\(\s*[\"'](\w+)", scripts))
-    for name in (
-        "node",
-        "round_trip",
-        "cluster",
-        "store",
-        "subscription",
-        "scripts",
-        "ledger",
-        "streams",
-        "catalogue",
-        "wakeups",
-        "tenant_use",
-    ):
-        used |= set(re.findall(r'\(\s*"([A-Z]{3,})"', (SOURCES / f"{name}.py").read_text()))
+    clients = ("node", "round_trip", "cluster", "store", "subscription", "wakeups")
+    records = ("ledger", "upkeep", "presence", "streams", "catalogue", "tenant_use")
+    for name in (*clients, "scripts", *records):
+        used |= set(re.findall(r'[(\[]\s*"([A-Z]{3,})"', (SOURCES / f"{name}.py").read_text()))
     assert {"XADD", "SUBSCRIBE", "SCAN", "ZCARD", "SADD"} <= used
     allowed = {command.partition("|")[0].upper() for command in acl.COMMANDS}
     assert used - allowed == set()

@@ -2,13 +2,14 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from allspark_bus.ledger import Append, Ending, Entry, Ledger, Ttl, now_ms
-from allspark_bus.round_trip import pack
+from allspark_bus.round_trip import send
 from allspark_bus.store import Store
 from allspark_bus.wakeups import Wakeups
+from redis.asyncio.connection import AbstractConnection
 
 RID = "default/w-1"
 
@@ -119,7 +120,7 @@ async def test_an_idle_connection_without_subscriptions_survives_its_probes(
     await hear(heard)
     wakeups.leave(RID, heard.put_nowait)
     probes = asyncio.Event()
-    monkeypatch.setattr("allspark_bus.subscription.pack", _counting(5, probes))
+    monkeypatch.setattr("allspark_bus.subscription.send", _counting(5, probes))
     await asyncio.wait_for(probes.wait(), 10)
 
     again = listening(wakeups)
@@ -129,15 +130,18 @@ async def test_an_idle_connection_without_subscriptions_survives_its_probes(
     await wakeups.close()
 
 
-def _counting(wanted: int, reached: asyncio.Event) -> Callable[[list[tuple[str, ...]]], bytes]:
-    """`pack`, which sets the event once so many probes were sent."""
+Sending = Callable[[AbstractConnection, list[tuple[str, ...]]], Awaitable[None]]
+
+
+def _counting(wanted: int, reached: asyncio.Event) -> Sending:
+    """`send`, which sets the event once so many probes were sent."""
     seen = 0
 
-    def packing(commands: list[tuple[str, ...]]) -> bytes:
+    async def sending(connection: AbstractConnection, commands: list[tuple[str, ...]]) -> None:
         nonlocal seen
         seen += ("PING",) in commands
         if seen == wanted:
             reached.set()
-        return pack(commands)
+        await send(connection, commands)
 
-    return packing
+    return sending
