@@ -110,6 +110,7 @@ class Node:
         self._room = terms.max_pending  # less what is parked
         self._timer: asyncio.TimerHandle | None = None
         self._expiry: asyncio.TimerHandle | None = None
+        self._problem: BaseException | None = None  # why the last attempt failed
         self._wake = asyncio.Event()
         self._connection: AbstractConnection | None = None
         self._is_doubted = False  # another server may be the master by now
@@ -145,7 +146,7 @@ class Node:
     def _expire(self) -> None:
         """Ends calls that have waited too long, though a server that is slow may still be at work on them."""
         self._expiry = None
-        error = TimeoutError("no answer")
+        error = self._problem or TimeoutError("no answer")
         waiting = [c for c in (*self._sent, *self._pending, *self._parked) if not c[1].done()]
         waiting = [c for c in waiting if not self._gave_up(c, error)]
         self._pending = [c for c in self._pending if not c[1].done()]
@@ -175,9 +176,10 @@ class Node:
         while self._sent:
             try:
                 await self._round_trip(self._sent)
-                self._sent = []
+                self._sent, self._problem = [], None
                 return
             except LOST as e:
+                self._problem = e
                 self._report_refusal(e)
                 await self._disconnect()
                 self._give_up_on_old(e)
