@@ -37,6 +37,7 @@ FAULTS ?= 1000
 SEED ?=
 .PHONY: chaos
 chaos: $(VENV)/.dev-installed ## Kill, pause and upgrade everything under load (FAULTS=1000 SEED=...)
+	$(BIN)/python -m tests.chaos.zombie
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) $(if $(SEED),--seed $(SEED))
 
 # Two workers, since each needs a core; the report goes to build/chaos-depth.
