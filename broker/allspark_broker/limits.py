@@ -7,6 +7,8 @@ and all are now and then. Tenants without limits cost nothing here, no round tri
 """
 
 import logging
+import math
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.5  # a tenant at its limit is looked through this often at most
 RETRY_MS = 1000  # nobody knows when one of its requests ends
+JITTER = 0.25  # hints are longer by up to so much, so that denied clients do not come back together
 #: An entry without a record may belong to an admission in progress; after this it does not.
 GRACE_MS = 30_000
 
@@ -197,4 +200,5 @@ def denial(tenant: str, work: int, quota: Quota, verdict: Verdict) -> Denied:
     else:
         reason = f"{work} more tokens are over its token_rate, {quota.token_rate:g} per second"
     hint_ms = verdict.wait_ms if verdict.refused_by == "rate" else RETRY_MS
+    hint_ms = math.ceil(hint_ms * random.uniform(1, 1 + JITTER))
     return Denied(f"tenant {tenant!r} is at a limit: {reason}", retry_after_ms=max(1, hint_ms))
