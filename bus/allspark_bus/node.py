@@ -110,7 +110,7 @@ class Node:
         self._room = terms.max_pending  # less what is parked
         self._timer: asyncio.TimerHandle | None = None
         self._expiry: asyncio.TimerHandle | None = None
-        self._problem: BaseException | None = None  # why the last attempt failed
+        self._problem: BaseException | None = None  # why calls wait
         self._wake = asyncio.Event()
         self._connection: AbstractConnection | None = None
         self._is_doubted = False  # another server may be the master by now
@@ -176,7 +176,9 @@ class Node:
         while self._sent:
             try:
                 await self._round_trip(self._sent)
-                self._sent, self._problem = [], None
+                self._sent = []
+                if not self._parked:
+                    self._problem = None
                 return
             except LOST as e:
                 self._problem = e
@@ -270,6 +272,7 @@ class Node:
             return
         self._parked.append(call)
         self._room -= 1
+        self._problem = error
         if self._routing is not None:
             self._routing.suspect()
         if self._timer is None:
