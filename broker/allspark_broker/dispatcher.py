@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 
 from allspark_bus import damage, keys
 from allspark_bus.errors import Damaged
@@ -49,6 +49,13 @@ class Dispatcher:
         self._clock = clock
         self.queues: dict[str, RequestQueue] = defaultdict(new_queue)
         self.waits: dict[str, Waits] = defaultdict(lambda: Waits(clock))
+
+    def keep(self, models: Container[str]) -> None:
+        """Forgets what belongs to other models, except queues that somebody waits in."""
+        for name in [n for n, q in self.queues.items() if n not in models and q.is_unused]:
+            del self.queues[name]
+        for name in [n for n in self.waits if n not in models and n not in self.queues]:
+            del self.waits[name]
 
     def reserve(self, request: pb.StartRequestRequest, rid: str) -> Worker | None:
         """Takes a place for a request about to be recorded: on the best worker, or (None) in the queue.

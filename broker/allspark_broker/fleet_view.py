@@ -1,7 +1,7 @@
 """What the broker can say about the fleet: statistics and status (spec 2.6.5). Pure."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from allspark_bus.catalogue import WORKER_TARGET, ModelRecord
 from allspark_proto import allspark_service_pb2 as pb
@@ -45,6 +45,11 @@ class EngineStats:
     def forget(self, model: str) -> None:
         """Drops what was kept for a released model."""
         self._retired.pop(model, None)
+
+    def keep(self, models: Container[str]) -> None:
+        """Forgets all other models: they may have been released through another broker."""
+        for name in [n for n in self._retired if n not in models]:
+            del self._retired[name]
 
     def of(self, name: str, table: WorkerTable, num_queued: int) -> pb.AsEngineStat:
         """The fleet-wide figures; zeros with the name when nobody runs it."""

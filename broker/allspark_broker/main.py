@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import uvloop
 import zmq.asyncio
-from allspark_bus import sockets
+from allspark_bus import sockets, vitals
 from allspark_bus.catalogue import Catalogue
 from allspark_bus.errors import FleetError, MalformedMessage, StoreUnavailable
 from allspark_bus.ledger import Ttl
@@ -53,7 +53,7 @@ STORE_PATIENCE_S = 5.0  # less than a gateway waits, so that its caller learns w
 PROGRESS_S = 0.4  # a call that takes longer tells its client so, this often
 REAP_S = 0.25
 REFRESH_S = 1.0
-SWEEP_S = 60.0
+SWEEP_S = 60.0  # or the time to live of results, if that is shorter: indices outlive them by no more
 STALL_S = 1.0  # a duty that comes so late says that this process did not run
 
 
@@ -120,6 +120,7 @@ class Broker:
         self._in_progress: dict[tuple[bytes, str], _InProgress] = {}
         self._answers: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._indexed: frozenset[str] = frozenset()  # models that have, or had lately, open requests
         self._orphans = Orphans(
             self.broker_id,
             self._ledger,
@@ -160,7 +161,7 @@ class Broker:
             self._every(REAP_S, self._reap),
             self._every(REFRESH_S, self._refresh),
             self._every(ATTEND_S, self._attend),
-            self._every(SWEEP_S, self._sweep),
+            self._every(min(SWEEP_S, self._settings.result_ttl_s), self._sweep),
         ]
         running = [asyncio.ensure_future(loop) for loop in loops]
         stopped = asyncio.ensure_future(self._stopped.wait())
@@ -380,11 +381,15 @@ class Broker:
         await self._lifecycle.refresh()
         await self._takeover.look()
         await self._limits.keep_up()
+        self._dispatcher.keep(self._lifecycle.models)
+        self._stats.keep(self._lifecycle.models)
 
     async def _attend(self) -> None:
-        await self._orphans.attend(list(self._lifecycle.models), self._settings.worker_timeout_s)
+        models = self._lifecycle.models.keys() | self._indexed
+        await self._orphans.attend(sorted(models), self._settings.worker_timeout_s)
 
     async def _sweep(self) -> None:
+        self._indexed = await self._ledger.indexed_models()
         await self._ledger.sweep_tenants()
         await self._limits.restore_all()
 
@@ -406,6 +411,7 @@ async def serve(settings: BrokerSettings) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, broker.stop)
+    vitals.listen(loop)
     log.info("broker %s: clients at %s, workers at %s", broker.broker_id, broker.frontend, broker.backend)
     if settings.ready_fd is not None:
         line = json.dumps({"frontend": broker.frontend, "backend": broker.backend})

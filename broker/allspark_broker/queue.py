@@ -106,6 +106,11 @@ class RequestQueue:
     def __contains__(self, rid: str) -> bool:
         return rid in self._live
 
+    @property
+    def is_unused(self) -> bool:
+        """Nobody waits, and nobody was promised a place."""
+        return not self._live and not self._num_promised
+
     def waiting_by_tenant(self) -> dict[str, int]:
         """How many requests each tenant has here, without those that came back from workers."""
         return {tenant: len(backlog.by_rank) for tenant, backlog in self._backlogs.items()}

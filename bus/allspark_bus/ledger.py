@@ -300,6 +300,11 @@ class Ledger:
         found = await outcomes(self._store, [("HMGET", keys.request(rid), *fields) for rid, _ in entries])
         return [_holder(rid, tag, record) for (rid, tag), record in zip(entries, found, strict=True)]
 
+    async def indexed_models(self) -> frozenset[str]:
+        """Models with an index of open requests; some may be gone, and an entry was left behind."""
+        prefix = keys.open_requests("")
+        return frozenset([key.removeprefix(prefix) async for key in self._store.scan(prefix + "*")])
+
     async def num_open(self, model: str) -> int:
         """How many requests of the model are open."""
         return int(await self._store.command("ZCARD", keys.open_requests(model)))

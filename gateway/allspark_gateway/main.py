@@ -9,6 +9,7 @@ import signal
 
 import grpc
 import uvloop
+from allspark_bus import vitals
 from allspark_bus.broker_client import BrokerClient
 from allspark_bus.curve import ClientKeys
 from allspark_bus.ledger import Ledger, Ttl
@@ -130,6 +131,7 @@ async def serve(settings: GatewaySettings) -> int:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, gateway.stop)
+    vitals.listen(loop)
     try:
         await gateway.open()
         bound = [listener.bound for listener in gateway.listeners]

@@ -14,6 +14,7 @@ import uuid as uuid_lib
 from collections.abc import Coroutine
 
 import uvloop
+from allspark_bus import vitals
 from allspark_bus.catalogue import Catalogue
 from allspark_bus.errors import Denied, FleetError
 from allspark_bus.ledger import Ledger
@@ -226,6 +227,7 @@ async def serve(settings: WorkerSettings, load: LoadEngine) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, worker.stop)
+    vitals.listen(loop)
     log.info("worker %s on %s", worker.worker_id, settings.device)
     if settings.ready_fd is not None:
         with contextlib.suppress(BrokenPipeError):
