@@ -53,6 +53,13 @@ TARGETS ?=
 fuzz: $(VENV)/.dev-installed ## Damaged input of every kind from outside, for a time each (SECONDS=30 TARGETS=...)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(TARGETS)
 
+# 144 requests a second for 600 seconds are as many as one a second in a day.
+SOAK_SECONDS ?= 600
+ENGINE ?= scripted
+.PHONY: soak
+soak: $(VENV)/.dev-installed ## A day of traffic in minutes: does anything grow? (SOAK_SECONDS=600 ENGINE=real SEED=...)
+	$(BIN)/python -m tests.soak --seconds $(SOAK_SECONDS) --engine $(ENGINE) $(if $(SEED),--seed $(SEED))
+
 .PHONY: lint
 lint: $(VENV)/.dev-installed ## Style
 	$(BIN)/ruff check .

@@ -69,6 +69,8 @@ class _InProgress:
 class Broker:
     """Wires the parts; `run` serves until `stop`."""
 
+    _indexed: frozenset[str] = frozenset()  # models that have, or had lately, open requests
+
     def __init__(self, settings: BrokerSettings) -> None:
         self._settings = settings
         self.broker_id = uuid_lib.uuid4().hex[:12]
@@ -120,7 +122,6 @@ class Broker:
         self._in_progress: dict[tuple[bytes, str], _InProgress] = {}
         self._answers: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._indexed: frozenset[str] = frozenset()  # models that have, or had lately, open requests
         self._orphans = Orphans(
             self.broker_id,
             self._ledger,

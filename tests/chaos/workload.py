@@ -26,12 +26,18 @@ class Ask:
     stop_after: int = 0
     is_inference: bool = False
 
-    async def submit(self, client: AsyncClient, uuid: str) -> AsyncRequest:
-        """Submits it; safe to repeat. Raises what `AsyncClient.submit` raises."""
+    def message(self, uuid: str) -> pb.StartRequestRequest:
+        """What a client sends."""
         message = start_request_message(MODEL, self.prompt, self.options, uuid)
         if self.is_inference:
             message.infer_type = pb.ModelInference
-        reply, trailing = await client.call("StartRequest", message)
+        return message
+
+    async def submit(
+        self, client: AsyncClient, uuid: str, metadata: Sequence[tuple[str, str]] = ()
+    ) -> AsyncRequest:
+        """Submits it; safe to repeat. Raises what `AsyncClient.submit` raises."""
+        reply, trailing = await client.call("StartRequest", self.message(uuid), metadata=metadata)
         check_status("StartRequest", reply.as_status, trailing)
         return client.attach(MODEL, reply.uuid)
 

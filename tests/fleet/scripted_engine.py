@@ -9,6 +9,7 @@ are not there.
 """
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -246,6 +247,7 @@ def load(config: ModelConfig, progress: Progress) -> ScriptedEngine:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     settings = WorkerSettings.load(sys.argv[1:])
     WORKER_NAME = settings.name
     sys.exit(main(settings, load))
