@@ -8,9 +8,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 import uuid as uuid_lib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import zmq
@@ -27,6 +26,7 @@ from allspark_bus.errors import (
     MalformedMessage,
     StoreUnavailable,
 )
+from allspark_bus.ledger import now_ms
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,16 @@ class _Call:
 class BrokerClient:
     """One DEALER to each broker. `max_calls`: calls that may wait at once (one more raises Denied).
 
-    `keys`: for brokers that ask for CURVE.
+    `keys`: for brokers that ask for CURVE. `sent_ms`: when a call that is begun now was sent.
     """
 
     def __init__(
-        self, endpoints: Sequence[str], *, max_calls: int = 20_000, keys: ClientKeys | None = None
+        self,
+        endpoints: Sequence[str],
+        *,
+        max_calls: int = 20_000,
+        keys: ClientKeys | None = None,
+        sent_ms: Callable[[], int] = now_ms,
     ) -> None:
         if not endpoints:
             raise ValueError("a broker client needs at least one broker endpoint")
@@ -66,6 +71,7 @@ class BrokerClient:
             peer.receiver = asyncio.get_running_loop().create_task(self._receive(peer))
         self._calls: dict[str, _Call] = {}
         self._max_calls = max_calls
+        self._sent_ms = sent_ms
         self._prefix = uuid_lib.uuid4().hex[:12]
         self._serial = itertools.count()
         self._preferred = 0
@@ -79,7 +85,7 @@ class BrokerClient:
             raise Denied(f"{self._max_calls} calls to the broker are waiting already", retry_after_ms=500)
         envelope.version = PROTOCOL_VERSION
         envelope.wants_progress = True
-        envelope.sent_unix_ms = int(time.time() * 1000)
+        envelope.sent_unix_ms = self._sent_ms()
         envelope.correlation_id = f"{self._prefix}-{next(self._serial)}"
         call = _Call(asyncio.get_running_loop().create_future())
         self._calls[envelope.correlation_id] = call

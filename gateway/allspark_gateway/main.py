@@ -17,6 +17,7 @@ from allspark_bus.store import Store
 from allspark_bus.streams import Streams
 from allspark_bus.wakeups import Wakeups
 
+from allspark_gateway.arrivals import Arrivals
 from allspark_gateway.calls import FleetCalls
 from allspark_gateway.deliveries import Deliveries
 from allspark_gateway.denials import Denials
@@ -44,7 +45,10 @@ class Gateway:
         self._store = Store(settings.redis, patience_s=settings.call_timeout_s)
         self._wakeups = Wakeups(self._store)
         keys = ClientKeys.read(settings.curve) if settings.curve else None
-        self._broker = BrokerClient(settings.broker, max_calls=settings.max_calls, keys=keys)
+        self._arrivals = Arrivals()
+        self._broker = BrokerClient(
+            settings.broker, max_calls=settings.max_calls, keys=keys, sent_ms=self._arrivals.sent_ms
+        )
         self._streams = Streams(self._store)
         self._readers = Readers(self._wakeups, settings.gather_s)
         self._deliveries = Deliveries(self._streams)
@@ -68,6 +72,7 @@ class Gateway:
         for listener in self.listeners:
             await listener.open()
         await self._readiness.start()
+        self._arrivals.start()
 
     def _read_tokens(self) -> Tokens | None:
         try:
@@ -107,6 +112,7 @@ class Gateway:
 
     async def close(self) -> None:
         """No new calls; parked ones are told to go elsewhere, the others may finish within `drain_s`."""
+        self._arrivals.stop()
         await self._readiness.stop()
         drain_s = self._settings.drain_s
         stopping = [asyncio.create_task(listener.stop(drain_s)) for listener in self.listeners]
