@@ -60,6 +60,16 @@ class Lifecycle:
         self.models = models
         await self.workers.notify()
 
+    async def make_sure(self, name: str) -> None:
+        """Reads the catalogue again if by the copy here a model takes no requests.
+
+        Another broker may have started it just now, or this one could not read for a while.
+        """
+        try:
+            self.serving(name)
+        except FleetError:
+            await self.refresh()
+
     def serving(self, name: str) -> ModelRecord:
         """The record of a model that takes requests; raises what StartRequest answers otherwise."""
         record = self.models.get(name)

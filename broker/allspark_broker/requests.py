@@ -72,6 +72,7 @@ class Requests:
         rid = keys.request_id(envelope.tenant, uuid)
         digest = admission.digest(request)
         try:
+            await self._lifecycle.make_sure(request.model_name)
             self._check_place(envelope)  # first: a full queue denies before anything is spent on the request
             if request.config.lora_name:
                 await self._check_adapter(request)
