@@ -60,6 +60,11 @@ ENGINE ?= scripted
 soak: $(VENV)/.dev-installed ## A day of traffic in minutes: does anything grow? (SOAK_SECONDS=600 ENGINE=real SEED=...)
 	$(BIN)/python -m tests.soak --seconds $(SOAK_SECONDS) --engine $(ENGINE) $(if $(SEED),--seed $(SEED))
 
+COUNT ?= 10000
+.PHONY: open-requests
+open-requests: $(VENV)/.dev-installed ## What many open requests cost each process (COUNT=10000)
+	$(BIN)/python -m tests.fleet.open_requests --count $(COUNT)
+
 .PHONY: lint
 lint: $(VENV)/.dev-installed ## Style
 	$(BIN)/ruff check .

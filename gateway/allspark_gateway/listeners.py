@@ -39,7 +39,8 @@ class Listener:
         self.address = address
         self.bound = address
         self.server = grpc.aio.server(
-            maximum_concurrent_rpcs=settings.max_calls, options=_options(int(settings.max_message_bytes))
+            maximum_concurrent_rpcs=settings.max_calls,
+            options=_options(int(settings.max_message_bytes), settings.max_calls),
         )
         self._inode = 0
         self._files = (
@@ -108,8 +109,12 @@ def _remove_stale(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _options(max_message_bytes: int, max_calls: int) -> list[tuple[str, int]]:
     return [
+        # By default calls that arrive faster than they can be looked at are cancelled at random from the
+        # thousandth on, although max_calls has room for them; beyond it they get a status that says why.
+        ("grpc.server.max_pending_requests", max_calls),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * max_calls),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.so_reuseport", 0),  # a second gateway on the same port must fail, not share it silently

@@ -144,6 +144,8 @@ class ScriptedEngine:
             self._lock.notify_all()
 
     def _active(self) -> list[_Running]:
+        if (gate := self.options.get("gate")) and not Path(gate).exists():
+            return [r for r in self._requests.values() if r.cancelled][: self.facts.max_batch]
         overlooked = self.options.get("overlooked", [])
         runnable = [
             r
