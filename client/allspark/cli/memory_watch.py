@@ -1,4 +1,4 @@
-"""Resident memory of the processes of a fleet while something happens."""
+"""Memory of the processes of a fleet while something happens."""
 
 import threading
 from pathlib import Path
@@ -11,7 +11,7 @@ INTERVAL_S = 0.1
 
 
 class Memory(NamedTuple):
-    """MiB of resident memory of one process."""
+    """MiB of memory of one process, see `resident_mib`."""
 
     start: float
     peak: float
@@ -19,12 +19,15 @@ class Memory(NamedTuple):
 
 
 def resident_mib(pid: int) -> float:
-    """Resident memory of a process (``VmRSS`` of proc(5)) in MiB; 0 if it is gone."""
+    """Anonymous resident memory of a process (``RssAnon`` of proc(5)) in MiB; 0 if it is gone.
+
+    What is mapped from files comes and goes as the kernel likes, and would hide what a process keeps.
+    """
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return 0.0
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:")), 0.0)
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon:")), 0.0)
 
 
 class MemoryWatch:
