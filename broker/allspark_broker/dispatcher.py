@@ -73,6 +73,10 @@ class Dispatcher:
             worker.flights[rid] = Flight(rid, model, 0, NOT_SENT_S)
         return worker
 
+    def has_free_worker(self, model: str) -> bool:
+        """Whether some worker has room for a request of the model."""
+        return any(worker.free_capacity(model) for worker in self._table)
+
     def give_up(self, worker: Worker | None, model: str, rid: str) -> None:
         """Gives back the place of a request that was not recorded."""
         if worker is None:

@@ -104,7 +104,8 @@ class Requests:
                 log.warning("request %s: input tensor %r is not used", rid, key)
         self._check_place(envelope)
         queue, waits = self._dispatcher.queues[record.name], self._dispatcher.waits[record.name]
-        room.check_deadline(envelope, queue, waits, record.model_facts())
+        may_run = self._dispatcher.has_free_worker(record.name)
+        room.check_deadline(envelope, queue, waits, record.model_facts(), may_run=may_run)
 
     def _check_place(self, envelope: fleet.Envelope) -> None:
         name = self._lifecycle.serving(envelope.start_request.model_name).name

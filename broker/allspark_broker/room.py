@@ -33,14 +33,15 @@ def check_place(envelope: fleet.Envelope, queue: RequestQueue, waits: Waits) -> 
 
 
 def check_deadline(
-    envelope: fleet.Envelope, queue: RequestQueue, waits: Waits, limits: fleet.ModelFacts
+    envelope: fleet.Envelope, queue: RequestQueue, waits: Waits, limits: fleet.ModelFacts, *, may_run: bool
 ) -> None:
     """Raises Denied for a request that would have to queue and, by what others took, end after its deadline.
 
-    One that need not queue is taken in any case: how long it runs is its client's choice.
+    One that need not queue (`may_run`: a worker has room) is taken in any case: how long it runs is its
+    client's choice.
     """
     ahead = queue.ahead_of(envelope.tenant, envelope.priority)
-    if not envelope.deadline_unix_ms or not ahead:
+    if not envelope.deadline_unix_ms or (may_run and not ahead):
         return
     left_s = (envelope.deadline_unix_ms - now_ms()) / 1000
     end_s = waits.end_s(ahead, token_limit(envelope.start_request, limits.max_length))

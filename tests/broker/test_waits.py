@@ -114,12 +114,14 @@ def test_a_deadline_that_cannot_be_kept_is_denied_and_no_other() -> None:
     waits, limits = observed(Clock(), [0.1] * 64), fleet.ModelFacts(max_length=100)
     queue = queue_of(100)
     with pytest.raises(Denied, match="after its deadline: 100 requests") as raised:
-        check_deadline(envelope(5_000), queue, waits, limits)
+        check_deadline(envelope(5_000), queue, waits, limits, may_run=False)
     assert 5_000 < raised.value.retry_after_ms < 10_000
-    check_deadline(envelope(20_000), queue, waits, limits)
-    check_deadline(envelope(), queue, waits, limits)
-    check_deadline(envelope(5_000, priority=1), queue, waits, limits)  # nobody is before it
-    check_deadline(envelope(1), RequestQueue(10), waits, limits)  # it need not queue
+    check_deadline(envelope(20_000), queue, waits, limits, may_run=False)
+    check_deadline(envelope(), queue, waits, limits, may_run=False)
+    check_deadline(envelope(5_000, priority=1), queue, waits, limits, may_run=False)  # nobody is before it
+    check_deadline(envelope(1), RequestQueue(10), waits, limits, may_run=True)  # it need not queue
+    with pytest.raises(Denied, match="0 requests"):
+        check_deadline(envelope(50), RequestQueue(10), waits, limits, may_run=False)
 
 
 def test_bodies_beyond_the_bound_do_not_stay_and_the_books_balance() -> None:
