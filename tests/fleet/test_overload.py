@@ -62,8 +62,9 @@ async def test_a_burst_never_gets_more_places_than_there_are(make_fleet: Callabl
     assert len(accepted) == CAPACITY + 20
     assert all(r.as_status == pb.ALLSPARK_REQUEST_DENIED and r.retry_after_ms > 0 for r in denied)
     status = await counts(f)
-    assert (status.queued_requests, status.inflight_requests) == (20, CAPACITY)
-    assert (status.accepted_total, status.denied_total) == (CAPACITY + 20, 300 - CAPACITY - 20)
+    # What a worker is slow to acknowledge is taken back, and a call that is slow to be answered sent again.
+    assert status.queued_requests + status.inflight_requests == CAPACITY + 20
+    assert status.accepted_total == CAPACITY + 20 and status.denied_total >= 300 - CAPACITY - 20
     again = await start(f, accepted[-1], [STUCK], 4)
     assert again.as_status == 0, "a retry of what was accepted is no new request"
     await release(f, accepted)
@@ -85,8 +86,8 @@ async def test_what_expires_in_the_queue_ends_as_deadline_and_reaches_no_engine(
         batch = await f.result(uuid)
         assert (batch.status, batch.reason) == (pb.GenerateInterrupted, "deadline")
         assert not batch.tokens
-        epoch = await f.store.command("HGET", keys.request(f"default/{uuid}"), "ep")
-        assert int(epoch) == 1, "raised by its end, never by a dispatch"
+        worker = await f.store.command("HGET", keys.request(f"default/{uuid}"), "wk")
+        assert worker == b"", "it never had one"
     assert (await counts(f)).queued_requests == 0
 
 
