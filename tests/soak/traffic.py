@@ -25,6 +25,7 @@ from allspark_proto import metadata
 from tests.chaos.workload import Ask, ServedModel
 
 PATIENCE_S = 60.0
+TURNS = 50  # what a client does before another one takes its place
 SOON = ((metadata.DEADLINE_MS, "30"),)
 #: What a client may be told without anything being wrong: a result that it was too slow to read is gone.
 EXPECTED = {pb.ALLSPARK_REQUEST_DENIED: "denied", pb.ALLSPARK_ILLEGAL_REQUEST_ID: "expired before read"}
@@ -100,11 +101,15 @@ class Traffic:
     async def _client(self, number: int) -> None:
         turn = number % len(self._place.addresses)
         addresses = [*self._place.addresses[turn:], *self._place.addresses[:turn]]
-        async with AsyncClient(addresses, timeout_s=5.0, retry_s=PATIENCE_S) as client:
-            while await self._take_turn():
-                (habit,) = self._rng.choices(list(self._habits), list(self._habits.values()))
-                self.counts[habit.__name__] += 1
-                await self._guarded(habit.__name__, habit(client))
+        while self._goes_on():
+            # A client stays at the gateway that it fled to: new ones keep the load of the two alike.
+            async with AsyncClient(addresses, timeout_s=5.0, retry_s=PATIENCE_S) as client:
+                for _ in range(TURNS):
+                    if not await self._take_turn():
+                        return
+                    (habit,) = self._rng.choices(list(self._habits), list(self._habits.values()))
+                    self.counts[habit.__name__] += 1
+                    await self._guarded(habit.__name__, habit(client))
 
     async def _take_turn(self) -> bool:
         """Waits until this client may begin a request; False once it is time to end."""
