@@ -131,7 +131,9 @@ class Calls:
             worker.models[name].stat.CopyFrom(answer.engine_stat)
 
     async def _model_information(self, envelope: fleet.Envelope) -> fleet.Reply:
-        record = self._lifecycle.models.get(envelope.get_model_information.model_name)
+        name = envelope.get_model_information.model_name
+        await self._lifecycle.make_sure(name)
+        record = self._lifecycle.models.get(name)
         text = ""
         if record is not None and record.is_built:
             facts = record.model_facts()

@@ -198,29 +198,33 @@ class Dispatcher:
     def _flight(self, model: str, w: Waiting) -> Flight:
         return Flight(w.request_id, model, w.epoch, self._clock())
 
-    async def take_back(self, worker: Worker, flight: Flight, *, died: bool) -> None:
-        """Claims a request from a worker that does not run it (any more) and queues it again."""
+    async def take_back(self, worker: Worker, flight: Flight, *, died: bool) -> bool:
+        """Claims a request from a worker that does not run it (any more) and queues it again; see `claim`."""
         worker.flights.pop(flight.request_id, None)
-        await self.claim(flight.request_id, flight.epoch, died=died, was_served=True)
+        return await self.claim(flight.request_id, flight.epoch, died=died, was_served=True)
 
-    async def claim(self, rid: str, epoch: int, *, died: bool = False, was_served: bool = False) -> None:
+    async def claim(self, rid: str, epoch: int, *, died: bool = False, was_served: bool = False) -> bool:
         """Fences whoever held the request and queues it; ends it if its worker died with it too often.
 
-        `was_served`: a worker had it, so it goes before those that still wait for their first turn.
+        `was_served`: a worker had it, so it goes before those that still wait for their first turn. False: it
+        has ended, or somebody else was faster.
         """
+        is_claimed = False
         async with self._ends_damaged(rid):
-            await self._claim(rid, epoch, died=died, was_served=was_served)
+            is_claimed = await self._claim(rid, epoch, died=died, was_served=was_served)
+        return is_claimed
 
-    async def _claim(self, rid: str, epoch: int, *, died: bool, was_served: bool) -> None:
+    async def _claim(self, rid: str, epoch: int, *, died: bool, was_served: bool) -> bool:
         advance = await self._ledger.advance(rid, epoch, "", died=died)
         if advance.outcome != "ok":
-            return
+            return False
         if died and advance.deaths >= MAX_DEATHS:
             message = f"its worker died while running it {advance.deaths} times; it will not be tried again"
             log.error("request %s is quarantined: %s", rid, message)
             await self._ledger.finish(rid, Ending(pb.GenerateInterrupted, "poison", message))
-            return
-        await self._enqueue(rid, advance, was_served)
+        else:
+            await self._enqueue(rid, advance, was_served)
+        return True
 
     async def _enqueue(self, rid: str, advance: Advance, was_served: bool) -> None:
         entry = await self._ledger.load(rid)
@@ -244,6 +248,17 @@ class Dispatcher:
         for flight in list(worker.flights.values()):
             # Not only what was accepted: the request may have killed it before its answer left.
             await self.take_back(worker, flight, died=True)
+
+    async def rescue(self, worker: Worker) -> None:
+        """Moves what a worker holds that cannot append any more; it is told, and fenced in any case."""
+        log.warning(
+            "worker %s has not reached Redis for %.1f s; %d request(s) move on",
+            worker.worker_id, worker.store_silent_s, len(worker.flights),
+        )  # fmt: skip
+        for flight in list(worker.flights.values()):
+            if await self.take_back(worker, flight, died=False):
+                cancel = fleet.Cancel(request_id=flight.request_id)
+                await self._link.send(worker.worker_id, fleet.ToWorker(cancel=cancel))
 
     async def cancel(self, rid: str, model: str, worker_id: str) -> None:
         """Frees what an ended request holds: its place in a queue, or its slot in a worker."""

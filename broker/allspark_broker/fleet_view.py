@@ -108,5 +108,6 @@ def fleet_status(
             inflight_requests=len(worker.flights),
             capacity=sum(m.capacity for m in worker.models.values()),
             last_seen_s=now - worker.last_seen_s,
+            store_silent_s=worker.store_silent_s,
         )
     return status

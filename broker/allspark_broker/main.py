@@ -42,7 +42,7 @@ from allspark_broker.takeover import Takeover
 from allspark_broker.tenants import TenantFileError, Tenants
 from allspark_broker.texts import Texts
 from allspark_broker.work import work_of
-from allspark_broker.workers import WorkerTable
+from allspark_broker.workers import STORE_DOUBT_S, WorkerTable
 
 log = logging.getLogger(__name__)
 
@@ -296,10 +296,7 @@ class Broker:
             await self._lifecycle.workers.notify()
             await self._dispatcher.pump_all()
         elif kind == "accepted":
-            flight = worker.flights.get(message.accepted.request_id)
-            if flight is not None and flight.epoch == message.accepted.epoch:
-                flight.accepted = True
-                worker.is_mute = False
+            self._table.accepted(worker, message.accepted)
         elif kind == "refused":
             await self._on_refused(message.worker_id, message.refused)
         elif kind == "ended":
@@ -372,6 +369,8 @@ class Broker:
         self._notice_stall()
         for worker in self._table.dead():
             await self._bury(worker.worker_id, "is dead")
+        for worker in self._table.without_store() if self._store.silent_s() < STORE_DOUBT_S else ():
+            await self._dispatcher.rescue(worker)
         for worker, flight in self._table.unacknowledged(self._settings.ack_timeout_s):
             log.warning("worker %s did not acknowledge %s", worker.worker_id, flight.request_id)
             worker.is_mute = True

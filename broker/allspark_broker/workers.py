@@ -9,6 +9,8 @@ from allspark_proto import fleet_pb2 as fleet
 #: Heartbeats in a row that could not be handed to a worker's connection before it counts as dead: a killed
 #: process closes its socket, and that is known long before its silence is.
 MAX_UNREACHABLE = 2
+#: A worker that Redis has owed an answer for so long gets no requests: they would wait there.
+STORE_DOUBT_S = 2.0
 #: Affinity may load a worker up to this multiple of the mean: consistent hashing with bounded loads
 #: (Mirrokni, Thorup and Zadimoghaddam, 2016, arXiv 1608.01350).
 LOAD_FACTOR = 1.25
@@ -43,6 +45,7 @@ class Worker:
     unreachable: int = 0
     is_mute: bool = False
     seconds_since_step: float = 0.0
+    store_silent_s: float = 0.0
     models: dict[str, fleet.WorkerModel] = field(default_factory=dict)
     flights: dict[str, Flight] = field(default_factory=dict)
 
@@ -55,6 +58,8 @@ class Worker:
         state = self.models.get(model)
         # What could not be handed to it a moment ago would come straight back: until it speaks, others first.
         if state is None or state.state != "running" or self.draining or self.unreachable:
+            return 0
+        if self.store_silent_s >= STORE_DOUBT_S:
             return 0
         return max(0, int(state.capacity) - self.load(model))
 
@@ -101,7 +106,29 @@ class WorkerTable:
         self.seen(worker)
         worker.draining = message.draining
         worker.seconds_since_step = message.seconds_since_step
+        worker.store_silent_s = message.store_silent_s
         worker.models = {m.name: m for m in message.models}
+
+    def accepted(self, worker: Worker, message: fleet.Accepted) -> None:
+        """A worker took a request, from this broker or from another one."""
+        flight = worker.flights.get(message.request_id)
+        if flight is None and not message.model:
+            return  # of a worker that says too little: its next announcement tells
+        if flight is None or flight.epoch < message.epoch:
+            flight = Flight(message.request_id, message.model, message.epoch, self._clock())
+            worker.flights[message.request_id] = flight
+        elif flight.epoch > message.epoch:
+            return
+        flight.accepted = True
+        worker.is_mute = False
+
+    def without_store(self) -> list[Worker]:
+        """Workers with requests that Redis has been silent to for too long, while others can serve them."""
+        limit_s = max(self._timeout_s, STORE_DOUBT_S)  # no sooner than it is passed over for new requests
+        cut_off = [w for w in self if w.flights and w.store_silent_s >= limit_s]
+        healthy = [w for w in self if w.store_silent_s < STORE_DOUBT_S and not w.draining]
+        served = {name for w in healthy for name, state in w.models.items() if state.state == "running"}
+        return [w for w in cut_off if any(f.model in served for f in w.flights.values())]
 
     def seen(self, worker: Worker) -> None:
         """Any message counts as a sign of life."""

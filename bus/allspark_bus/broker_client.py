@@ -1,13 +1,16 @@
 """Calls a broker and waits for its reply: used by gateways, and by any program that skips gRPC.
 
 A call is sent again until it is answered or its time is up, to the next broker of the list if one stays
-silent: every call of the protocol is idempotent. A broker that works on a long call says so, and keeps it.
+silent, is not connected, or cannot reach Redis: every call of the protocol is idempotent. A broker that works
+on a long call says so, and keeps it. Each client begins with any of the brokers, so that many share the work,
+and stays with one while it answers.
 """
 
 import asyncio
 import contextlib
 import itertools
 import logging
+import random
 import uuid as uuid_lib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +50,9 @@ class _Call:
 
     answer: asyncio.Future[fleet.Reply]
     has_sign: bool = False
+    asked: int = -1  # numbers of brokers: the last that it was sent to, and the one that answered
+    answered_by: int = -1
+    outage: fleet.Reply | None = None  # what a broker said that could not decide
 
 
 class BrokerClient:
@@ -74,7 +80,7 @@ class BrokerClient:
         self._sent_ms = sent_ms
         self._prefix = uuid_lib.uuid4().hex[:12]
         self._serial = itertools.count()
-        self._preferred = 0
+        self._preferred = random.randrange(len(self._peers))
 
     async def call(self, envelope: fleet.Envelope, timeout_s: float) -> fleet.Reply:
         """Sends an envelope (correlation id and version are filled in) and returns its reply.
@@ -92,19 +98,43 @@ class BrokerClient:
         try:
             return await asyncio.wait_for(self._ask(envelope.SerializeToString(), call), timeout_s)
         except TimeoutError:
+            if call.asked == self._preferred:  # it may be busy with a call that it cannot finish
+                self._preferred = (self._preferred + 1) % len(self._peers)
+            if call.outage is not None:
+                return call.outage
             names = ", ".join(p.endpoint for p in self._peers)
             raise BrokerUnavailable(f"no answer from the broker within {timeout_s:g} s ({names})") from None
         finally:
             del self._calls[envelope.correlation_id]
 
     async def _ask(self, payload: bytes, call: _Call) -> fleet.Reply:
+        unheard = set(range(len(self._peers)))
         first = self._preferred
-        for attempt in itertools.count(first):
-            peer = self._peers[attempt % len(self._peers)]
-            if await _is_sent(peer.socket, payload) and await self._is_answered(call):
-                self._preferred = attempt % len(self._peers)
-                return call.answer.result()
-        raise AssertionError("unreachable")
+        while True:
+            index = await self._send(payload, first)
+            call.asked = first if index is None else index
+            if index is not None and await self._is_answered(call):
+                reply = call.answer.result()
+                unheard.discard(call.answered_by)
+                if not (reply.unavailable and unheard):
+                    self._preferred = call.answered_by
+                    return reply
+                # It is alive and says why it cannot serve; another one may.
+                call.outage, call.answer = reply, asyncio.get_running_loop().create_future()
+            first = (call.asked + 1) % len(self._peers)
+
+    async def _send(self, payload: bytes, first: int) -> int | None:
+        """Sends to the first broker from there on that takes it now; None if none does within RESEND_S."""
+        order: list[int] = [*range(first, len(self._peers)), *range(first)]
+        for index in order:
+            with contextlib.suppress(zmq.Again):
+                await self._peers[index].socket.send_multipart([sockets.HEADER, payload], flags=zmq.NOBLOCK)
+                return index
+        poller = zmq.asyncio.Poller()
+        for peer in self._peers:
+            poller.register(peer.socket, zmq.POLLOUT)
+        await poller.poll(int(RESEND_S * 1000))
+        return None
 
     async def _is_answered(self, call: _Call) -> bool:
         """False once nothing was heard for RESEND_S."""
@@ -130,6 +160,7 @@ class BrokerClient:
             if reply.in_progress:
                 call.has_sign = True
             else:
+                call.answered_by = self._peers.index(peer)
                 call.answer.set_result(reply)
 
     async def close(self) -> None:
@@ -138,19 +169,6 @@ class BrokerClient:
             peer.receiver.cancel()
         await asyncio.gather(*(p.receiver for p in self._peers), return_exceptions=True)
         self._context.destroy(linger=0)
-
-
-async def _is_sent(socket: zmq.asyncio.Socket, payload: bytes) -> bool:
-    """False if there is no connection within RESEND_S, or its queue stays full."""
-    try:
-        await socket.send_multipart([sockets.HEADER, payload], flags=zmq.NOBLOCK)
-    except zmq.Again:
-        # The stub of poll knows no flags.
-        if not await socket.poll(int(RESEND_S * 1000), zmq.POLLOUT):  # type: ignore[call-arg]
-            return False
-        with contextlib.suppress(zmq.Again):
-            await socket.send_multipart([sockets.HEADER, payload], flags=zmq.NOBLOCK)
-    return True
 
 
 def raise_for(reply: fleet.Reply) -> fleet.Reply:

@@ -98,6 +98,11 @@ class Cluster:
         nodes = set(self._slots)
         return None not in nodes and all(node is not None and node.is_connected for node in nodes)
 
+    def silent_s(self) -> float:
+        """The longest that any node, or the map, has owed an answer."""
+        map_s = time.monotonic() - self._homeless[0][2] if self._homeless else 0.0
+        return max([map_s, *(node.silent_s() for node in self._nodes.values())])
+
     async def close(self) -> None:
         """Ends all connections; calls still waiting raise StoreUnavailable."""
         self._closed = True

@@ -4,6 +4,7 @@ Everything sent here must be idempotent, because a batch whose reply was lost is
 """
 
 import asyncio
+import builtins
 import contextlib
 import logging
 import time
@@ -26,7 +27,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from allspark_bus import damage
+from allspark_bus import damage, probe
 from allspark_bus.connections import CONNECT_TIMEOUT_S, NewConnection
 from allspark_bus.errors import StoreUnavailable
 from allspark_bus.round_trip import REPLY_TIMEOUT_S, Command, address_of, end, exchange, until_replicated
@@ -119,6 +120,7 @@ class Node:
         self._watcher: asyncio.Task[None] | None = None
         self._closed = False
         self._reported_s = float("-inf")
+        self._heard_s = float("-inf")  # when the last answers came
         self.address: str | None = None  # of the server that was connected to last
 
     @property
@@ -154,6 +156,11 @@ class Node:
             oldest_s = min(c[2] for c in waiting)
             self._expire_in(max(RETRY_FIRST_S, oldest_s + self._terms.patience_s - time.monotonic()))
 
+    def silent_s(self) -> float:
+        """Seconds for which the server has owed an answer without giving any; 0 when nothing is asked."""
+        asked = [calls[0][2] for calls in (self._sent, self._pending, self._parked) if calls]
+        return time.monotonic() - max(min(asked), self._heard_s) if asked else 0.0
+
     def put(self, *calls: Call) -> None:
         """Takes calls that were admitted before; they follow each other on the connection."""
         if self._task is None:
@@ -172,16 +179,21 @@ class Node:
                 await self._send_until_answered()
 
     async def _send_until_answered(self) -> None:
-        delay = RETRY_FIRST_S
+        delay, doubt_s = RETRY_FIRST_S, probe.FIRST_S
         while self._sent:
             try:
-                await self._round_trip(self._sent)
+                async with asyncio.timeout(None) as limit:
+                    with probe.Probe(self.new_connection, limit, doubt_s):
+                        await self._round_trip(self._sent)
                 self._sent = []
+                self._heard_s = time.monotonic()
                 if not self._parked:
                     self._problem = None
                 return
             except LOST as e:
                 self._problem = e
+                if isinstance(e, builtins.TimeoutError):
+                    doubt_s *= 2
                 self._report_refusal(e)
                 await self._disconnect()
                 self._give_up_on_old(e)

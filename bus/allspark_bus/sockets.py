@@ -18,6 +18,8 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # Keep-alive below the application's heartbeats: a peer whose host vanished is disconnected by ZeroMQ itself.
 ZMTP_HEARTBEAT_MS, ZMTP_TIMEOUT_MS = 1000, 5000
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
+# A connection that began while the network was cut may stay silent for ever: the next one may get through.
+HANDSHAKE_MS = CONNECT_MS = 5000
 
 
 def _configure(socket: zmq.asyncio.Socket, max_message_bytes: int) -> None:
@@ -27,6 +29,7 @@ def _configure(socket: zmq.asyncio.Socket, max_message_bytes: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     socket.setsockopt(zmq.HEARTBEAT_IVL, ZMTP_HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMTP_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
 def router(
@@ -74,6 +77,7 @@ def dealer(
     if identity:
         socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     socket.connect(endpoint)

@@ -128,6 +128,11 @@ class Store:
         if self._cluster is not None:
             await self._enqueue(("EXISTS", keys.MODELS))  # CLUSTERDOWN is told for keys alone
 
+    def silent_s(self) -> float:
+        """Seconds for which a server has owed an answer without giving any; 0 while all is well."""
+        reached = self._node or self._cluster
+        return reached.silent_s() if reached is not None else 0.0
+
     async def _masters(self) -> list[Node]:
         if self._cluster is not None:
             return await self._cluster.masters()

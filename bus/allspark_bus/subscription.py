@@ -15,8 +15,8 @@ from allspark_bus.round_trip import address_of, end, send
 
 log = logging.getLogger(__name__)
 
-PING_S = 5.0  # a silent connection is probed this often and given up after three times as long
-CONNECT_TIMEOUT_S = 10.0
+PING_S, SILENCE_S = 1.0, 4.0  # a silent connection is probed so often, and given up after so long
+CONNECT_TIMEOUT_S = 5.0
 
 
 class Subscription:
@@ -107,8 +107,8 @@ class Subscription:
             except builtins.TimeoutError:
                 commands = [("PING",)]
             # Watched here and not by a time-out of each read, which would cost more than the message.
-            if time.monotonic() - self._heard_s > 3 * PING_S:
-                raise ConnectionError(f"no answer to PING within {3 * PING_S:g} s")
+            if time.monotonic() - self._heard_s > SILENCE_S:
+                raise ConnectionError(f"no answer to PING within {SILENCE_S:g} s")
             while not self._outbox.empty():
                 commands.append(self._outbox.get_nowait())
             await send(connection, commands)

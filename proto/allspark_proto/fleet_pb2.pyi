@@ -388,6 +388,7 @@ class WorkerStatus(_message.Message):
     INFLIGHT_REQUESTS_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
     LAST_SEEN_S_FIELD_NUMBER: _builtins.int
+    STORE_SILENT_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     device: _builtins.str
     draining: _builtins.bool
@@ -395,6 +396,8 @@ class WorkerStatus(_message.Message):
     capacity: _builtins.int
     last_seen_s: _builtins.float
     """seconds since its last message"""
+    store_silent_s: _builtins.float
+    """for so long Redis has owed it an answer; 0 while all is well"""
     def __init__(
         self,
         *,
@@ -404,10 +407,11 @@ class WorkerStatus(_message.Message):
         inflight_requests: _builtins.int = ...,
         capacity: _builtins.int = ...,
         last_seen_s: _builtins.float = ...,
+        store_silent_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "device", b"device", "draining", b"draining", "inflight_requests", b"inflight_requests", "last_seen_s", b"last_seen_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "device", b"device", "draining", b"draining", "inflight_requests", b"inflight_requests", "last_seen_s", b"last_seen_s", "store_silent_s", b"store_silent_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -847,10 +851,13 @@ class WorkerHeartbeat(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     SECONDS_SINCE_STEP_FIELD_NUMBER: _builtins.int
     INFLIGHT_REQUESTS_FIELD_NUMBER: _builtins.int
+    STORE_SILENT_S_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     seconds_since_step: _builtins.float
     """since the engine last made progress while it had work; 0 when idle"""
     inflight_requests: _builtins.int
+    store_silent_s: _builtins.float
+    """for so long Redis has owed this worker an answer; 0 while all is well"""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerModel]: ...
     def __init__(
@@ -860,10 +867,11 @@ class WorkerHeartbeat(_message.Message):
         draining: _builtins.bool = ...,
         seconds_since_step: _builtins.float = ...,
         inflight_requests: _builtins.int = ...,
+        store_silent_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "inflight_requests", b"inflight_requests", "models", b"models", "seconds_since_step", b"seconds_since_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "inflight_requests", b"inflight_requests", "models", b"models", "seconds_since_step", b"seconds_since_step", "store_silent_s", b"store_silent_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -984,17 +992,21 @@ class Accepted(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     epoch: _builtins.int
+    model: _builtins.str
+    """so that brokers that did not send the dispatch count it as well"""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

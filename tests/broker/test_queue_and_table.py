@@ -106,3 +106,42 @@ def test_an_announcement_settles_what_was_lost_on_the_way() -> None:
     clock.now = 5.0
     assert [f.request_id for _, f in table.unacknowledged(2.0)] == ["sent"]
     assert table.holding("adopted") == (worker, worker.flights["adopted"])
+
+
+def heartbeat(store_silent_s: float) -> fleet.WorkerHeartbeat:
+    return fleet.WorkerHeartbeat(models=announce().models, store_silent_s=store_silent_s)
+
+
+def test_a_worker_that_does_not_reach_the_store_gets_nothing_and_keeps_nothing() -> None:
+    table = WorkerTable(5.0, Clock())
+    cut_off, _ = table.announce("a", announce(("held", 1)))
+    table.heartbeat(cut_off, heartbeat(1.9))
+    assert table.choose("m") is cut_off
+    table.heartbeat(cut_off, heartbeat(6.0))
+    assert table.choose("m") is None
+    assert table.without_store() == [], "nobody else could serve it"
+    other, _ = table.announce("b", announce())
+    assert table.without_store() == [cut_off]
+    assert table.choose("m") is other
+    table.heartbeat(cut_off, heartbeat(4.9))
+    assert table.without_store() == [], "it may come back"
+    table.heartbeat(cut_off, heartbeat(6.0))
+    table.heartbeat(other, heartbeat(3.0))
+    assert table.without_store() == [], "the other one fares no better"
+    table.heartbeat(cut_off, heartbeat(0.0))
+    assert table.choose("m") is cut_off
+
+
+def test_a_worker_that_another_broker_fills_is_full() -> None:
+    table = WorkerTable(5.0, Clock())
+    worker, _ = table.announce("w", announce())
+    capacity = worker.free_capacity("m")
+    for i in range(capacity):
+        table.accepted(worker, fleet.Accepted(request_id=f"r{i}", epoch=2, model="m"))
+    assert table.choose("m") is None
+    table.accepted(worker, fleet.Accepted(request_id="r0", epoch=1, model="m"))
+    assert worker.flights["r0"].epoch == 2, "an older attempt says nothing about this one"
+    table.accepted(worker, fleet.Accepted(request_id="r0", epoch=3, model="m"))
+    assert worker.flights["r0"].epoch == 3
+    table.accepted(worker, fleet.Accepted(request_id="old", epoch=1))
+    assert "old" not in worker.flights, "of which model?"

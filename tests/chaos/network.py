@@ -53,6 +53,12 @@ class CutFleet(Fleet):
             "client-gateway": sizes["gateway"],
         }
 
+    def all_links(self, pair: str) -> list[Proxy]:
+        """Between the first process of the first kind and all its peers; of clients, to the first gateway."""
+        kind, _, peer = pair.partition("-")
+        proxies = self._network.of(_name(kind, 0, peer))
+        return proxies[:1] if kind == "client" else proxies
+
     def links(self, pair: str, number: int) -> list[Proxy]:
         """Between one process and one of its peers, or (the last numbers of a process) all of its brokers."""
         kind, _, peer = pair.partition("-")

@@ -5,7 +5,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -168,7 +168,7 @@ class _Run:
         load.finish()
         await loading
         outcome.stories, outcome.denied = load.stories, load.denied
-        outcome.complaints += load.complaints + await self._balance(store)
+        outcome.complaints += load.complaints + await balance(store, self._fleet.addresses)
         await store.close()
         outcome.seconds = time.monotonic() - began
         return outcome
@@ -231,20 +231,21 @@ class _Run:
         for proxy in proxies:
             await asyncio.to_thread(proxy.heal)
 
-    async def _balance(self, store: Store) -> list[str]:
-        """Soon after the last release ledgers balance, and only the model and tombstones are left."""
-        until = time.monotonic() + BALANCE_S
-        async with AsyncClient(self._fleet.addresses, timeout_s=5.0) as client:
-            while True:
-                stat = await client.stat(MODEL)
-                used = (stat.used_span, stat.pendding_request, stat.running_request)
-                is_idle = not any(used) and stat.free_span == stat.total_span > 0
-                what = f"of {stat.total_span} spans {stat.free_span} are free; used, pending, running: {used}"
-                wrong = [] if is_idle else [f"when idle, {what}"]
-                wrong += await _leftovers(store)
-                if not wrong or time.monotonic() > until:
-                    return wrong
-                await asyncio.sleep(0.2)  # brokers tidy up in intervals
+
+async def balance(store: Store, addresses: Sequence[str]) -> list[str]:
+    """Soon after the last release ledgers balance, and only the model and tombstones are left."""
+    until = time.monotonic() + BALANCE_S
+    async with AsyncClient(addresses, timeout_s=5.0) as client:
+        while True:
+            stat = await client.stat(MODEL)
+            used = (stat.used_span, stat.pendding_request, stat.running_request)
+            is_idle = not any(used) and stat.free_span == stat.total_span > 0
+            what = f"of {stat.total_span} spans {stat.free_span} are free; used, pending, running: {used}"
+            wrong = [] if is_idle else [f"when idle, {what}"]
+            wrong += await _leftovers(store)
+            if not wrong or time.monotonic() > until:
+                return wrong
+            await asyncio.sleep(0.2)  # brokers tidy up in intervals
 
 
 async def _leftovers(store: Store) -> list[str]:

@@ -203,9 +203,9 @@ async def test_a_long_build_stays_with_its_broker(fleet_: MiniFleet) -> None:
     for peer in client._peers:
         original = peer.socket.send_multipart
 
-        def spy(frames, flags=0, *, to=peer.endpoint, original=original):  # type: ignore[no-untyped-def]
+        async def spy(frames, flags=0, *, to=peer.endpoint, original=original):  # type: ignore[no-untyped-def]
+            await original(frames, flags=flags)  # raises where nobody listens
             sent.append(to)
-            return original(frames, flags=flags)
 
         peer.socket.send_multipart = spy  # type: ignore[method-assign]
     try:

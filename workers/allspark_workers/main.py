@@ -113,6 +113,7 @@ class Worker:
             draining=self._requests.is_draining,
             seconds_since_step=self._seconds_since_step(),
             inflight_requests=len(self._publisher),
+            store_silent_s=self._store.silent_s(),
         )
 
     def _seconds_since_step(self) -> float:
@@ -122,7 +123,7 @@ class Worker:
         kind = message.WhichOneof("message")
         if kind == "dispatch":
             send = functools.partial(self._links.send, link)
-            self._spawn(self._requests.dispatch(message.dispatch, send))
+            self._spawn(self._requests.dispatch(message.dispatch, send, self._links.send_all))
         elif kind == "cancel":
             self._requests.cancel(message.cancel.request_id)
         elif kind == "reconcile":

@@ -52,11 +52,16 @@ class Requests:
             if not p.is_cancelled
         ]
 
-    async def dispatch(self, d: fleet.Dispatch, send: Send) -> None:
-        """Accepts a dispatch and submits it, or refuses it with the reason."""
+    async def dispatch(self, d: fleet.Dispatch, send: Send, send_all: Send) -> None:
+        """Accepts a dispatch and submits it, or refuses it with the reason.
+
+        Every broker hears what was accepted, or each would fill this worker by itself; `send` is to the one
+        that sent the dispatch.
+        """
         known = self._publisher.get(d.request_id)
+        accepted = fleet.Accepted(request_id=d.request_id, epoch=d.epoch, model=d.request.model_name)
         if known is not None and known.epoch == d.epoch and not known.is_cancelled:
-            await send(accepted=fleet.Accepted(request_id=d.request_id, epoch=d.epoch))
+            await send_all(accepted=accepted)
             return
         hosted = self._find(d.request.model_name)
         refusal = self._refusal(d, hosted, known)
@@ -73,8 +78,8 @@ class Requests:
             later_count=max(1, config.async_token_num),
         )
         self._publisher.open(publication)
-        await send(accepted=fleet.Accepted(request_id=d.request_id, epoch=d.epoch))
-        await self._submit(publication, d, hosted, send)
+        await send_all(accepted=accepted)
+        await self._submit(publication, d, hosted, send_all)
 
     def _refusal(self, d: fleet.Dispatch, hosted: HostedModel | None, known: Publication | None) -> str:
         if self.is_draining:

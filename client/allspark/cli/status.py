@@ -30,6 +30,7 @@ _WORKER_COLUMNS = {
     "capacity": "capacity",
     "draining": "draining",
     "last_seen_s": "seen s ago",
+    "store_silent_s": "store silent s",
 }
 _TENANT_COLUMNS = {
     "name": "tenant",
