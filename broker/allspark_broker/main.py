@@ -9,7 +9,6 @@ import signal
 import time
 import uuid as uuid_lib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import uvloop
 import zmq.asyncio
@@ -25,15 +24,16 @@ from allspark_proto import fleet_pb2 as fleet
 from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
-from allspark_broker.access import BACKEND, FRONTEND, Access, NotAllowed, authorize
+from allspark_broker.access import BACKEND, FRONTEND, Access
 from allspark_broker.adapters import AdapterCheck
 from allspark_broker.affinity import PrefixAffinity
-from allspark_broker.calls import Calls, Controls, denied_busy
+from allspark_broker.calls import Calls, Controls
 from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.fleet_view import EngineStats
+from allspark_broker.frontend import PROGRESS_S, Frontend
 from allspark_broker.lifecycle import Lifecycle
 from allspark_broker.limits import LimitedLedger, Limits
-from allspark_broker.links import ClientLink, WorkerLink
+from allspark_broker.links import WorkerLink
 from allspark_broker.orphans import ATTEND_S, TTL_S, Orphans
 from allspark_broker.queue import RequestQueue
 from allspark_broker.requests import Requests
@@ -46,24 +46,14 @@ from allspark_broker.workers import STORE_DOUBT_S, WorkerTable
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS = 20_000  # envelopes in progress at once; one more is denied
 GOODBYE = "said goodbye"
 GOODBYE_S = 1.0
+FINISH_S = 2.0
 STORE_PATIENCE_S = 5.0  # less than a gateway waits, so that its caller learns what is wrong
-PROGRESS_S = 0.4  # a call that takes longer tells its client so, this often
 REAP_S = 0.25
 REFRESH_S = 1.0
 SWEEP_S = 60.0  # or the time to live of results, if that is shorter: indices outlive them by no more
 STALL_S = 1.0  # a duty that comes so late says that this process did not run
-
-
-@dataclass(slots=True)
-class _InProgress:
-    """A call being worked on; `route` is where its client listens."""
-
-    route: list[bytes]
-    wants_progress: bool
-    since_s: float
 
 
 class Broker:
@@ -76,9 +66,8 @@ class Broker:
         self.broker_id = uuid_lib.uuid4().hex[:12]
         self._context = zmq.asyncio.Context()
         self._access = Access(settings, self._context)
-        self._frontend, self.frontend = self._bind(settings.frontend, FRONTEND)
+        client_socket, self.frontend = self._bind(settings.frontend, FRONTEND)
         self._backend, self.backend = self._bind(settings.backend, BACKEND)
-        self._clients = ClientLink(self._frontend)
         self._link = WorkerLink(self._backend, self.broker_id)
         self._store = Store(settings.redis, patience_s=STORE_PATIENCE_S)
         self._tenants = _read_tenants(settings)
@@ -110,7 +99,7 @@ class Broker:
             settings.max_uuid_bytes,
         )
         self._stats = EngineStats()
-        self._calls = Calls(
+        calls = Calls(
             self._requests,
             self._lifecycle,
             self._dispatcher,
@@ -119,8 +108,7 @@ class Broker:
             self._controls.call,
             self._drain_fleet,
         )
-        self._in_progress: dict[tuple[bytes, str], _InProgress] = {}
-        self._answers: set[asyncio.Task[None]] = set()
+        self._frontend = Frontend(client_socket, self._access, calls.execute)
         self._tasks: set[asyncio.Task[None]] = set()
         self._orphans = Orphans(
             self.broker_id,
@@ -155,10 +143,10 @@ class Broker:
         """Serves until `stop`. The first catalogue read must succeed, so that no known model is denied."""
         await self._until_store_answers()
         loops = [
-            self._serve_frontend(),
+            self._frontend.serve(),
             self._serve_backend(),
             self._every(self._settings.heartbeat_s, self._beat),
-            self._every(PROGRESS_S, self._show_progress),
+            self._every(PROGRESS_S, self._frontend.show_progress),
             self._every(REAP_S, self._reap),
             self._every(REFRESH_S, self._refresh),
             self._every(ATTEND_S, self._attend),
@@ -170,9 +158,10 @@ class Broker:
             done, _ = await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            await self._finish_calls()
+            await self._frontend.finish(min(self._settings.drain_s, FINISH_S))
         finally:
-            tasks = [*running, stopped, *self._tasks, *self._answers]
+            await self._frontend.finish(0)
+            tasks = [*running, stopped, *self._tasks]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -194,10 +183,6 @@ class Broker:
             except StoreUnavailable as e:
                 log.warning("waiting for Redis: %s", e)
 
-    async def _finish_calls(self) -> None:
-        if self._answers:
-            await asyncio.wait(self._answers, timeout=min(self._settings.drain_s, 2.0))
-
     async def _say_goodbye(self) -> None:
         with contextlib.suppress(FleetError, TimeoutError):
             await asyncio.wait_for(self._orphans.leave(), GOODBYE_S)  # else others notice its silence
@@ -210,50 +195,6 @@ class Broker:
             except (FleetError, RedisError) as e:
                 log.warning("%s: %s", getattr(duty, "__name__", duty), e)
                 self._orphans.hurry()  # a claim may have been cut off
-
-    # ---- clients ----------------------------------------------------------------------------------
-
-    async def _serve_frontend(self) -> None:
-        while True:
-            frames, peer = await self._access.receive(self._frontend, FRONTEND)
-            route, body = sockets.split_route(frames)
-            try:
-                envelope = fleet.Envelope.FromString(sockets.payload_of(body))
-            except (MalformedMessage, DecodeError) as e:
-                reason = e.reason if isinstance(e, MalformedMessage) else f"the payload is no Envelope: {e}"
-                await self._clients.send(route, fleet.Reply(as_status=pb.ALLSPARK_PARAM_ERROR, reason=reason))
-                continue
-            try:
-                authorize(envelope, peer)
-            except NotAllowed as e:
-                reply = fleet.Reply(
-                    correlation_id=envelope.correlation_id, as_status=e.status, reason=e.reason
-                )
-                await self._clients.send(route, reply)
-                continue
-            key = (route[0], envelope.correlation_id)
-            if key in self._in_progress:
-                continue  # sent again while the first is being worked on: one answer serves both
-            if len(self._in_progress) >= MAX_CALLS:
-                await self._clients.send(route, denied_busy(envelope.correlation_id, MAX_CALLS))
-                continue
-            self._in_progress[key] = _InProgress(route, envelope.wants_progress, time.monotonic())
-            task = asyncio.create_task(self._answer(route, key, envelope))
-            self._answers.add(task)
-            task.add_done_callback(self._answers.discard)
-
-    async def _answer(self, route: list[bytes], key: tuple[bytes, str], envelope: fleet.Envelope) -> None:
-        try:
-            await self._clients.send(route, await self._calls.execute(envelope))
-        finally:
-            del self._in_progress[key]
-
-    async def _show_progress(self) -> None:
-        """So that a client can tell a long call from a dead broker."""
-        limit = time.monotonic() - PROGRESS_S
-        for (_, correlation_id), call in list(self._in_progress.items()):
-            if call.wants_progress and call.since_s < limit:
-                await self._clients.show_progress(call.route, correlation_id)
 
     # ---- workers ----------------------------------------------------------------------------------
 
