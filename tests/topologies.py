@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import hiredis
 from allspark.launcher.ports import free_port
@@ -72,7 +72,28 @@ def fields_of(text: str) -> dict[str, str]:
     return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
 
 
-class Replicated:
+class _Servers:
+    """Runs while in use."""
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class Replicated(_Servers):
     """A master, its replicas and one Sentinel that watches them as `m`."""
 
     def __init__(self, directory: Path, replicas: int = 2) -> None:
@@ -139,7 +160,7 @@ class Replicated:
             server.kill()
 
 
-class ClusterNodes:
+class ClusterNodes(_Servers):
     """Masters that share the slots evenly; `replicas` follow the first of them."""
 
     def __init__(self, directory: Path, masters: int = 3, replicas: int = 0) -> None:

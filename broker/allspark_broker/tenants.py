@@ -14,13 +14,13 @@
 What is not set is not limited, and without a file nobody is. A table inherits nothing from [others].
 """
 
-import tomllib
 from pathlib import Path
 from typing import Annotated
 
+from allspark_bus import toml_file
 from allspark_bus.tenant_use import Quota
 from allspark_bus.watched import Watched, stamp
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 BURST_S = 10.0
 
@@ -67,13 +67,7 @@ class _File(BaseModel):
 
 def parse(text: str) -> _File:
     """Raises TenantFileError."""
-    try:
-        return _File.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as e:
-        raise TenantFileError(f"not TOML: {e}") from e
-    except ValidationError as e:
-        first = e.errors(include_url=False, include_context=False)[0]
-        raise TenantFileError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from e
+    return toml_file.parse(text, _File, TenantFileError)
 
 
 class Tenants:
@@ -121,12 +115,7 @@ class Tenants:
 
     def _read(self) -> _File:
         assert self._path is not None
-        try:
-            return parse(self._path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as e:
-            raise TenantFileError(f"cannot read the tenants file {self._path}: {e}") from e
-        except TenantFileError as e:
-            raise TenantFileError(f"tenants file {self._path}: {e}") from e
+        return toml_file.read(self._path, "tenants file", parse, TenantFileError)
 
 
 _UNLIMITED = Tenant()

@@ -17,15 +17,15 @@ A token is `NAME.SECRET`. The name finds its entry; the secret is 256 random bit
 import hmac
 import logging
 import time
-import tomllib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Literal
 
+from allspark_bus import toml_file
 from allspark_bus.watched import Watched, stamp
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 log = logging.getLogger(__name__)
 
@@ -70,13 +70,7 @@ def hash_of(token: str) -> str:
 
 def parse(text: str) -> dict[str, Token]:
     """Entries by name; raises TokenFileError."""
-    try:
-        tokens = _File.model_validate(tomllib.loads(text)).token
-    except tomllib.TOMLDecodeError as e:
-        raise TokenFileError(f"not TOML: {e}") from e
-    except ValidationError as e:
-        first = e.errors(include_url=False, include_context=False)[0]
-        raise TokenFileError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from e
+    tokens = toml_file.parse(text, _File, TokenFileError).token
     by_name = {token.name: token for token in tokens}
     if len(by_name) < len(tokens):
         raise TokenFileError("two tokens have the same name")
@@ -128,11 +122,4 @@ class Tokens:
         return token
 
     def _read(self) -> dict[str, Token]:
-        try:
-            text = self._path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise TokenFileError(f"cannot read the token file {self._path}: {e}") from e
-        try:
-            return parse(text)
-        except TokenFileError as e:
-            raise TokenFileError(f"token file {self._path}: {e}") from e
+        return toml_file.read(self._path, "token file", parse, TokenFileError)

@@ -21,12 +21,8 @@ from tests.topologies import LIMIT_S, ClusterNodes, ask, until
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterNodes]:
     """Three masters; the first has a replica."""
-    found = ClusterNodes(tmp_path_factory.mktemp("cluster"), 3, replicas=1)
-    try:
-        found.start()
+    with ClusterNodes(tmp_path_factory.mktemp("cluster"), 3, replicas=1) as found:
         yield found
-    finally:
-        found.stop()
 
 
 @pytest.fixture

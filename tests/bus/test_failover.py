@@ -17,12 +17,8 @@ from tests.topologies import LIMIT_S, Replicated, ask, until
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicated]:
-    found = Replicated(tmp_path_factory.mktemp("replicated"), replicas=2)
-    try:
-        found.start()
+    with Replicated(tmp_path_factory.mktemp("replicated"), replicas=2) as found:
         yield found
-    finally:
-        found.stop()
 
 
 @pytest.fixture

@@ -15,22 +15,14 @@ from tests.topologies import ClusterNodes, Replicated, ask, until
 
 @pytest.fixture
 def replicated(tmp_path: Path) -> Iterator[Replicated]:
-    found = Replicated(tmp_path / "servers", replicas=1)
-    try:
-        found.start()
+    with Replicated(tmp_path / "servers", replicas=1) as found:
         yield found
-    finally:
-        found.stop()
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[ClusterNodes]:
-    found = ClusterNodes(tmp_path / "servers", masters=3)
-    try:
-        found.start()
+    with ClusterNodes(tmp_path / "servers", masters=3) as found:
         yield found
-    finally:
-        found.stop()
 
 
 async def check(f: MiniFleet, uuid: str, prompt: list[int], new: int) -> None:
