@@ -1,6 +1,6 @@
 # Two commands for a fresh machine with Python 3.11, git and make:
 #   make demo   a fleet with a real model answers a question
-#   make test   everything that CI runs
+#   make test   style, types and every test; CI fuzzes for five minutes (make fuzz), then runs this
 # Both make a virtual environment in .venv first; it is only touched again when what it is made from changes.
 
 SHELL := /bin/bash
@@ -29,7 +29,7 @@ demo: $(VENV)/.run-installed ## Run a fleet with the demo model, ask it one ques
 	@$(BIN)/allspark demo
 
 .PHONY: test
-test: lint types proto-check imports ## Everything that CI runs
+test: lint types proto-check imports ## Style, types, generated code, import rules, every test
 	$(BIN)/python -m pytest -n 2
 
 # An empty SEED is a new one each time; the report goes to build/chaos.
@@ -50,8 +50,8 @@ chaos-depth: $(VENV)/.dev-installed ## The same with the demo model and every ki
 SECONDS ?= 30
 TARGETS ?=
 .PHONY: fuzz
-fuzz: $(VENV)/.dev-installed ## Damaged input of every kind from outside, for a time each (SECONDS=30 TARGETS=...)
-	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(TARGETS)
+fuzz: $(VENV)/.dev-installed ## Damaged input of every kind from outside, for a time each (SECONDS=30 SEED=... TARGETS=...)
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(TARGETS)
 
 # 144 requests a second for 600 seconds are as many as one a second in a day.
 SOAK_SECONDS ?= 600

@@ -299,6 +299,8 @@ WEIGHTS = save({"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.float16)}
 )
 @example(data=(2**62).to_bytes(8, "little") + WEIGHTS[8:], index=None)
 @example(data=WEIGHTS, index=nested(100_000))
+@example(data=WEIGHTS, index=json.dumps({"weight_map": {"a": "é" * 300}}).encode())
+@example(data=WEIGHTS, index=json.dumps({"weight_map": {"a": "é/" * 30_000}}).encode())
 def test_damaged_safetensors_are_refused_or_readable(data: bytes, index: bytes | None, folder: Path) -> None:
     directory = folder / "weights"
     directory.mkdir(exist_ok=True)

@@ -100,7 +100,12 @@ def _weight_files(directory: Path) -> list[Path]:
     for name in names:
         # The index comes with the model: it must not lead out of the directory the caller confined us to.
         if not isinstance(name, str) or Path(name).name != name:
-            raise ModelIOError(f"{index} names the weight file {name!r}, which is not a plain file name")
-        if (directory / name).exists() and not (directory / name).is_file():
-            raise ModelIOError(f"{directory / name} is no regular file")
+            raise ModelIOError(
+                f"{index} names the weight file {str(name)[:200]!r}, which is not a plain file name"
+            )
+        try:
+            if (directory / name).exists() and not (directory / name).is_file():
+                raise ModelIOError(f"{directory / name} is no regular file")
+        except OSError as error:  # above all a name that is too long
+            raise ModelIOError(f"{index} names the weight file {name[:200]!r}: {error.strerror}") from error
     return [directory / name for name in names]
