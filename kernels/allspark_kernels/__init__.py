@@ -22,7 +22,7 @@ from .api import (
 from .api_experts import combine_experts, grouped_linear, pack_experts, route_experts
 from .backend import backend_for, compute_dtype, use_backend
 from .experts import PackedExperts, Routing
-from .graphs import capture
+from .graphs import GraphPool, capture, no_capture
 from .kv_format import CacheMode, KVFormat, kv_format
 from .lora import NO_ADAPTER, LoraPlan, LoraSite, LoraTable, LoraWeights, plan_lora
 from .plan import AttentionPlan, plan_attention, reserve_decode_plan
@@ -33,6 +33,7 @@ __all__ = [
     "NO_ADAPTER",
     "AttentionPlan",
     "CacheMode",
+    "GraphPool",
     "KVFormat",
     "LoraPlan",
     "LoraSite",
@@ -55,6 +56,7 @@ __all__ = [
     "linear",
     "lora_add",
     "mark_seen",
+    "no_capture",
     "pack_experts",
     "pack_linear",
     "pack_quantised",

@@ -77,6 +77,7 @@ class Ops(Protocol):
     def mark_seen(
         self, seen: torch.Tensor, slot: int | torch.Tensor, ids: torch.Tensor, bit: int
     ) -> None: ...
+    def prepare_plan(self, plan: Any, shared: Any) -> Any: ...
 
 
 # Index 0 serves CPU tensors, index 1 CUDA tensors: `_selected[x.is_cuda]` is the whole dispatch.

@@ -133,11 +133,14 @@ def reserve_decode_plan(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    shared: AttentionPlan | None = None,
 ) -> AttentionPlan:
     """A decode plan of ``capacity`` one-token rows with buffers for ``max_kv_len`` tokens each.
 
     Its launches and addresses are the same for every step, so they can be captured in a graph; call
-    ``refill`` before each replay. Raises ValueError on impossible sizes.
+    ``refill`` before each replay. Its workspace on a GPU grows with capacity times max_kv_len: with
+    ``shared``, it is that of another reserved plan, at least as large, which never runs at the same time.
+    Raises ValueError on impossible sizes.
     """
     _check_heads(span_size, num_q_heads, num_kv_heads, head_dim)
     if capacity < 1 or max_kv_len < 1:
@@ -159,13 +162,13 @@ def reserve_decode_plan(
         capacity=capacity,
         max_kv_len=max_kv_len,
     )
-    _prepare(plan)
+    _prepare(plan, None if shared is None else shared.state)
     return plan
 
 
-def _prepare(plan: AttentionPlan) -> None:
-    prepare = getattr(ops_for(plan.device.type == "cuda"), "prepare_plan", None)
-    plan.state = None if prepare is None else prepare(plan)
+def _prepare(plan: AttentionPlan, shared: Any = None) -> None:
+    prepare = ops_for(plan.device.type == "cuda").prepare_plan
+    plan.state = prepare(plan, shared)
 
 
 def _int32(values: Lengths, name: str) -> Int32Array:

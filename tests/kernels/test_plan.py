@@ -64,6 +64,15 @@ def test_unused_table_entries_are_not_read() -> None:
     assert plan.max_span == 3
 
 
+def owner_of(work: DeviceWork, begin: int, kv_lens: list[int]) -> int:
+    """The request whose span ids begin at index ``begin`` of those of the step."""
+    first = int(work.lists[1])
+    owner = int(work.lists[first + begin]) // table(kv_lens).shape[1]
+    count = -(-kv_lens[owner] // 32)
+    assert work.lists[first + begin :][:count].tolist() == table(kv_lens)[owner, :count].tolist()
+    return owner
+
+
 def test_work_lists_cover_every_token_once() -> None:
     q_lens, kv_lens = [1, 70, 1, 40, 5], [1, 70, 600, 640, 300]
     plan = interpreted_plan(q_lens, kv_lens, decode_lens=[0, 0, 1, 4, 5])
@@ -72,21 +81,24 @@ def test_work_lists_cover_every_token_once() -> None:
     position = np.concatenate([np.arange(n - q, n) for q, n in zip(q_lens, kv_lens, strict=True)])
     request = np.repeat(np.arange(5), q_lens)
     seen = np.zeros(sum(q_lens), np.int64)
-    for first, count, owner, start in work.prefill.tiles.tolist():
+    for first, count, begin, start in work.prefill.tiles.tolist():
+        owner = owner_of(work, begin, kv_lens)
         assert 0 < count * (HEADS[0] // HEADS[1]) <= tile_rows(HEADS[0] // HEADS[1])
         tokens = np.arange(first, first + count)
         seen[tokens] += 1
         assert (request[tokens] == owner).all()
         assert position[tokens].tolist() == list(range(start, start + count))
     expected_items = []
-    for row, (token, owner, num_keys, first_item) in enumerate(work.decode.rows.tolist()):
+    for row, (token, begin, num_keys, first_item) in enumerate(work.decode.rows.tolist()):
+        owner = owner_of(work, begin, kv_lens)
         seen[token] += 1
         assert request[token] == owner and num_keys == position[token] + 1
         assert first_item == len(expected_items)
         expected_items += [[row, split] for split in range(-(-num_keys // SPLIT_KEYS))]
     assert (seen == 1).all()
     assert work.decode.items.tolist() == expected_items
-    assert work.decode.counts.tolist() == [len(expected_items)]
+    assert work.lists[0] == len(expected_items)
+    assert len(work.lists) == work.lists[1] + sum(-(-length // 32) for length in kv_lens)
 
 
 def test_generated_tokens_decode_and_prompt_tokens_prefill() -> None:
@@ -109,6 +121,38 @@ def test_reserved_plan_refuses_what_does_not_fit() -> None:
         kernels.plan_attention([1], [1], table([1]), 32, CPU, *HEADS).refill([1], table([1]))
     with pytest.raises(ValueError, match="capacity >= 1"):
         kernels.reserve_decode_plan(0, 100, 32, CPU, *HEADS)
+
+
+def test_a_refill_moves_what_the_step_uses_and_not_what_it_could_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With long contexts the lists of the largest step are megabytes: they do not go up in every step."""
+    if torch.cuda.is_available():
+        pytest.skip("counts what the interpreter's backend copies")
+    moved: list[int] = []
+    copy = torch.Tensor.copy_
+
+    def counted(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        moved.append(source.numel())
+        return copy(self, source, non_blocking)
+
+    with kernels.use_backend("triton"):
+        plan = kernels.reserve_decode_plan(64, 131072, 32, CPU, *HEADS)
+        monkeypatch.setattr(torch.Tensor, "copy_", counted)
+        plan.refill([100, 600, 1], table([100, 600, 1]))
+    rows, items, spans = 64 * 4, (1 + 3 + 1) * 2, 4 + 19 + 1
+    assert len(moved) == 1 and rows + items + spans <= moved[0] <= rows + items + spans + 12
+    assert plan.state.lists.numel() > 300_000
+
+
+def test_reserved_plans_share_a_workspace_that_is_large_enough() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("reads the work lists on the host, with the interpreter's backend")
+    with kernels.use_backend("triton"):
+        large = kernels.reserve_decode_plan(8, 1000, 32, CPU, *HEADS)
+        small = kernels.reserve_decode_plan(2, 1000, 32, CPU, *HEADS, shared=large)
+        assert small.state.decode.workspace is large.state.decode.workspace
+        for arguments in ((9, 1000, 32, CPU, *HEADS), (2, 1000, 32, CPU, 6, 2, 128)):
+            with pytest.raises(ValueError, match="shared workspace"):
+                kernels.reserve_decode_plan(*arguments, shared=large)
 
 
 def test_refill_forgets_the_step_before() -> None:

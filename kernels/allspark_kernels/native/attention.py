@@ -66,7 +66,7 @@ def _at_least(buffer: torch.Tensor, size: int) -> torch.Tensor:
     return buffer if buffer.numel() >= size else torch.empty(size, dtype=buffer.dtype)
 
 
-def prepare_plan(plan: "AttentionPlan") -> StepState:
+def prepare_plan(plan: "AttentionPlan", _shared: object) -> StepState:
     """Work items of a plan. Raises ValueError if its heads are too wide for the library."""
     if plan.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"native kernels serve heads up to {MAX_HEAD_DIM} wide, not {plan.head_dim}")

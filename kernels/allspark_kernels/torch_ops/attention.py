@@ -33,7 +33,7 @@ class TileGroup:
     pair_num_keys: torch.Tensor
 
 
-def prepare_plan(plan: AttentionPlan) -> list[TileGroup]:
+def prepare_plan(plan: AttentionPlan, _shared: object) -> list[TileGroup]:
     """Cut the step into query tiles: height 1 for single-token requests, ``TILE`` for the others."""
     single = plan.q_lens == 1
     groups = []

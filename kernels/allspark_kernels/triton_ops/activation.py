@@ -26,7 +26,7 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, IS_GELU: t
     tl.store(out_ptr + row * width + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def soft_cap_kernel(x_ptr, size, cap, BLOCK: tl.constexpr):
     where = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = where < size

@@ -25,20 +25,18 @@ MERGE_BLOCK = 16
 MERGE_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit
 def decode_split_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
     rows_ptr,
     items_ptr,
-    counts_ptr,
-    span_table_ptr,
+    lists_ptr,
     sums_ptr,
     tops_ptr,
     totals_ptr,
     q_stride,
-    table_stride,
     scale,
     window,
     cap_factor,
@@ -66,12 +64,13 @@ def decode_split_kernel(
     heads = kv_head * RATIO + group
     keys = tl.arange(0, BLOCK)
     zero = tl.zeros((RATIO_BLOCK, BLOCK), SUM)
-    num_items = tl.load(counts_ptr)
+    num_items = tl.load(lists_ptr)
+    spans_ptr = lists_ptr + tl.load(lists_ptr + 1)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         row = tl.load(items_ptr + item * 2)
         start = tl.load(items_ptr + item * 2 + 1) * SPLIT
         token = tl.load(rows_ptr + row * 4).to(tl.int64)
-        table = span_table_ptr + tl.load(rows_ptr + row * 4 + 1).to(tl.int64) * table_stride
+        table = spans_ptr + tl.load(rows_ptr + row * 4 + 1)
         num_keys = tl.load(rows_ptr + row * 4 + 2)
         end = tl.minimum(num_keys, start + SPLIT)
         if HAS_WINDOW:
@@ -173,8 +172,9 @@ def _config(
         "BLOCK": block,
         **product_constants(arch, dtype),
     }
+    is_wide = is_float32 or (dim_block > 128 and not arch.startswith("gfx"))
     is_deep = not is_float32 and not arch.startswith("gfx") and mode != CacheMode.UINT4
-    return constants, {"num_warps": 8 if is_float32 else 4, "num_stages": 3 if is_deep else 2}
+    return constants, {"num_warps": 8 if is_wide else 4, "num_stages": 3 if is_deep else 2}
 
 
 def decode_attention(
@@ -191,6 +191,7 @@ def decode_attention(
     state: DeviceWork = plan.state
     work = state.decode
     assert work is not None
+    space = work.workspace
     ratio = plan.num_q_heads // plan.num_kv_heads
     constants, options = _config(arch_of(q.device), q.dtype, plan.head_dim, ratio, cache_mode_of(k_cache))
     exponent_factor, cap_factor = softmax_factors(scale, soft_cap)
@@ -201,13 +202,11 @@ def decode_attention(
             v_cache,
             work.rows,
             work.items,
-            work.counts,
-            state.span_table,
-            work.sums,
-            work.tops,
-            work.totals,
+            state.lists,
+            space.sums,
+            space.tops,
+            space.totals,
             q.stride(0),
-            state.span_table.stride(0),
             exponent_factor,
             window,
             cap_factor,
@@ -224,11 +223,12 @@ def decode_attention(
 
 
 def _merge(work: DecodeWork, plan: AttentionPlan, dim_block: int, out: torch.Tensor) -> None:
+    space = work.workspace
     decode_merge_kernel[(work.num_rows, plan.num_q_heads)](
         work.rows,
-        work.sums,
-        work.tops,
-        work.totals,
+        space.sums,
+        space.tops,
+        space.totals,
         out,
         NUM_HEADS=plan.num_q_heads,
         DIM=plan.head_dim,
@@ -263,8 +263,8 @@ WORK_TYPES = {"rows_ptr": "*i32", "sums_ptr": "*fp32", "tops_ptr": "*fp32", "tot
 def variants(arch: str) -> list[Variant]:
     """Compilations to check: each dtype and typical head shapes."""
     found = []
-    lists = {"items_ptr": "*i32", "counts_ptr": "*i32", "span_table_ptr": "*i32"}
-    sizes = {"q_stride": "i32", "table_stride": "i32", **SCORE_TYPES}
+    lists = {"items_ptr": "*i32", "lists_ptr": "*i32"}
+    sizes = {"q_stride": "i32", **SCORE_TYPES}
     for mode, dtype, ratio, kv_heads, dim, span_size, is_local in AOT_CACHES:
         constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio, mode)
         cache, stored = aot_cache(mode, AOT_DTYPES[dtype], dim)

@@ -135,9 +135,9 @@ def linear_kernel(
         tl.store(out_ptr + where, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["M", "num_splits"])
 def linear_reduce_kernel(
-    parts_ptr, bias_ptr, out_ptr, N, part_stride, num_splits, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
+    parts_ptr, bias_ptr, out_ptr, M, N, num_splits, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -145,7 +145,7 @@ def linear_reduce_kernel(
     part = parts_ptr + row * N + columns
     total = tl.load(part, mask=mask, other=0.0)
     for _ in range(1, num_splits):
-        part += part_stride
+        part += M.to(tl.int64) * N
         total += tl.load(part, mask=mask, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
@@ -241,7 +241,7 @@ def linear(x: torch.Tensor, w: PackedLinear, out: torch.Tensor | None) -> torch.
         x, *weights, bias, parts, m, n, k, **tile, IS_PARTIAL=True, HAS_BIAS=False, **form, **options
     )
     linear_reduce_kernel[(m, triton.cdiv(n, REDUCE_BLOCK))](
-        parts, bias, out, n, m * n, num_splits, BLOCK=REDUCE_BLOCK, HAS_BIAS=has_bias, num_warps=REDUCE_WARPS
+        parts, bias, out, m, n, num_splits, BLOCK=REDUCE_BLOCK, HAS_BIAS=has_bias, num_warps=REDUCE_WARPS
     )
     return out
 
@@ -300,7 +300,7 @@ def variants(arch: str) -> list[Variant]:
                 )
             )
     found += [_quantised_variant(arch, *form) for form in AOT_FORMS]
-    sizes = {"N": "i32", "part_stride": "i32", "num_splits": "i32"}
+    sizes = {"M": "i32", "N": "i32", "num_splits": "i32"}
     found.append(
         Variant(
             name="linear_reduce[bf16]",
@@ -308,7 +308,7 @@ def variants(arch: str) -> list[Variant]:
             types={"parts_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16", **sizes},
             constants={"BLOCK": REDUCE_BLOCK, "HAS_BIAS": True},
             num_warps=REDUCE_WARPS,
-            aligned=("N", "part_stride"),
+            aligned=("N",),
         )
     )
     return found

@@ -83,16 +83,15 @@ def _attend(
     return sums, top, total
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit
 def prefill_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
     out_ptr,
     tiles_ptr,
-    span_table_ptr,
+    lists_ptr,
     q_stride,
-    table_stride,
     scale,
     window,
     cap_factor,
@@ -114,7 +113,7 @@ def prefill_kernel(
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first_token = tl.load(tiles_ptr + tile * 4).to(tl.int64)
     num_tokens = tl.load(tiles_ptr + tile * 4 + 1)
-    table = span_table_ptr + tl.load(tiles_ptr + tile * 4 + 2).to(tl.int64) * table_stride
+    table = lists_ptr + tl.load(lists_ptr + 1) + tl.load(tiles_ptr + tile * 4 + 2)
     first_position = tl.load(tiles_ptr + tile * 4 + 3)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     first_index = tl.program_id(2) * ROWS // RATIO
@@ -211,9 +210,8 @@ def prefill_attention(
         v_cache,
         out,
         work.tiles,
-        state.span_table,
+        state.lists,
         q.stride(0),
-        state.span_table.stride(0),
         exponent_factor,
         window,
         cap_factor,
@@ -231,8 +229,8 @@ def prefill_attention(
 def variants(arch: str) -> list[Variant]:
     """Compilations to check: each dtype and typical head shapes."""
     found = []
-    lists = {"tiles_ptr": "*i32", "span_table_ptr": "*i32"}
-    sizes = {"q_stride": "i32", "table_stride": "i32", **SCORE_TYPES}
+    lists = {"tiles_ptr": "*i32", "lists_ptr": "*i32"}
+    sizes = {"q_stride": "i32", **SCORE_TYPES}
     for mode, dtype, ratio, kv_heads, dim, span_size, is_local in AOT_CACHES:
         constants, options = _config(arch, AOT_DTYPES[dtype], dim, ratio, is_local, mode)
         cache, stored = aot_cache(mode, AOT_DTYPES[dtype], dim)

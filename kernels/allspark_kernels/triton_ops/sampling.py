@@ -40,7 +40,9 @@ def penalty_kernel(
         repeated_bits = tl.where(tl.load(suppress_ptr + row) != 0, 2, 3)
         is_repeated = (seen & repeated_bits) != 0
         factor = tl.load(repetition_ptr + row)
-        x = tl.where(is_repeated, tl.where(x < 0, x * factor, x / factor), x)
+        # Rounded as by the other implementations: "/" is less exact and could change which id is largest.
+        divided = tl.div_rn(x, tl.zeros_like(x) + factor)
+        x = tl.where(is_repeated, tl.where(x < 0, x * factor, divided), x)
         x = tl.where(is_generated, x - tl.load(presence_ptr + row), x)
     if HAS_MASK:
         word = tl.load(mask_ptr + row.to(tl.int64) * num_words + ids // 32, mask=is_id, other=0)
@@ -64,14 +66,18 @@ def ban_kernel(
     tl.store(logits_ptr + rows * num_ids + ids, tl.full((BLOCK,), -1e9, tl.float32), mask=is_ban)
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+# The rows of `seen` and the ids are parts of tensors: whether they are aligned changes from call to call.
+@triton.jit(
+    do_not_specialize=["num_entries", "bit"],
+    do_not_specialize_on_alignment=["seen_ptr", "slot_ptr", "ids_ptr"],
+)
 def mark_seen_kernel(
     seen_ptr,
     slot_ptr,
     ids_ptr,
     num_entries,
     num_ids,
-    BIT: tl.constexpr,
+    bit,
     HAS_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -84,7 +90,7 @@ def mark_seen_kernel(
         where += tl.load(slot_ptr + index, mask=is_entry, other=0).to(tl.int64) * num_ids
     # Entries that meet in one byte all write the same value.
     old = tl.load(seen_ptr + where, mask=is_entry, other=0)
-    tl.store(seen_ptr + where, old | BIT, mask=is_entry)
+    tl.store(seen_ptr + where, (old | bit).to(tl.uint8), mask=is_entry)
 
 
 def sample(logits: torch.Tensor, p: SamplingBatch) -> torch.Tensor:
@@ -138,7 +144,7 @@ def mark_seen(seen: torch.Tensor, slot: int | torch.Tensor, ids: torch.Tensor, b
     slots = slot if isinstance(slot, torch.Tensor) else ids
     grid = (triton.cdiv(num_entries, SHORT_BLOCK),)
     mark_seen_kernel[grid](
-        target, slots, ids, num_entries, seen.shape[1], BIT=bit, HAS_SLOTS=has_slots, BLOCK=SHORT_BLOCK
+        target, slots, ids, num_entries, seen.shape[1], bit, HAS_SLOTS=has_slots, BLOCK=SHORT_BLOCK
     )
 
 
@@ -184,8 +190,9 @@ def variants(_arch: str) -> list[Variant]:
                     "ids_ptr": "*i64",
                     "num_entries": "i32",
                     "num_ids": "i32",
+                    "bit": "i32",
                 },
-                constants={"BIT": 2, "HAS_SLOTS": flag, "BLOCK": SHORT_BLOCK},
+                constants={"HAS_SLOTS": flag, "BLOCK": SHORT_BLOCK},
                 num_warps=NUM_WARPS,
             )
         )

@@ -8,27 +8,28 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 from allspark_workers.engine.adapters import AdapterPool
 from allspark_workers.engine.admission import check_request
 from allspark_workers.engine.attempt import attempt
-from allspark_workers.engine.errors import ModelMemoryError, UnsupportedModelError
+from allspark_workers.engine.errors import ModelMemoryError
 from allspark_workers.engine.facts import model_facts
 from allspark_workers.engine.families import Family, Progress, SampleFamily, Tensors, make_sequence
 from allspark_workers.engine.graphs import is_worth_capturing
 from allspark_workers.engine.host_store import make_prefix_cache
 from allspark_workers.engine.inbox import Command, Inbox, Verb
-from allspark_workers.engine.kv import allocate_kv, plan_kv
-from allspark_workers.engine.memory import blocks_of, give_back
+from allspark_workers.engine.kv import plan_kv
+from allspark_workers.engine.memory import give_back
 from allspark_workers.engine.pages import PageLedger
 from allspark_workers.engine.profiler import Profiler
-from allspark_workers.engine.promises import fulfil, promise, reserve, withdraw
+from allspark_workers.engine.residence import Residence
 from allspark_workers.engine.runner import Result, Runner
 from allspark_workers.engine.scheduler import Scheduler
 from allspark_workers.engine.sequence import Sequence
 from allspark_workers.engine.sharing import members_of
 from allspark_workers.engine.stats import Counters, engine_stat
 from allspark_workers.engine.step_plan import Row
-from allspark_workers.engine.swap import Swapped, swap_out
 from allspark_workers.engine.threads import apply_threads
 from allspark_workers.engine.types import (
     EngineRequest,
@@ -77,9 +78,7 @@ class Engine:
         self._adapters.preload(config.lora_names)
         self._scheduler = self._new_scheduler()
         self._runner: Runner | None = None
-        self._swapped: Swapped | None = None
-        self._kv_bytes = self._layout.num_spans * self._layout.bytes_per_span
-        promise(self, model.device, self._kv_bytes)
+        self._residence = Residence(model, self._layout, leader)
         self._outputs: list[StepOutput] = []
         self._families: dict[str, Family] = {}
         self._serials = itertools.count()
@@ -94,22 +93,26 @@ class Engine:
     def start(self) -> None:
         """Allocate the KV cache, warm up, capture decode steps where the device can. Blocks.
 
-        Raises ModelMemoryError if the cache does not fit.
+        Raises ModelMemoryError if the cache, or what a step needs besides, does not fit.
         """
         apply_threads(self._config.num_threads)
         self._scheduler = self._new_scheduler()
         self._counters = Counters()
-        cache = allocate_kv(self._model, self._layout)
-        fulfil(self, blocks_of(cache))
-        if self._leader is not None:
-            self._leader.allocate(self._layout.num_spans)
+        cache = self._residence.allocate()
         runner = Runner(
             self._model, cache, self._scheduler, self._profiler, self._adapters.table, self._leader
         )
-        with self._adapters.warm_up() as adapter:
-            warm_up(runner, self._scheduler, self._facts.max_length, adapter)
-        if is_worth_capturing(self._model):
-            runner.capture(self._facts.max_length)
+        try:
+            with self._adapters.warm_up() as adapter:
+                warm_up(runner, self._scheduler, self._facts.max_length, adapter)
+            if is_worth_capturing(self._model):
+                runner.capture(self._facts.max_length)
+        except torch.OutOfMemoryError as error:
+            self.stop()
+            raise ModelMemoryError(
+                f"{self._model.device} has no room for a step beside {self._layout.num_spans} KV spans: "
+                f"{error}; give the model less KV memory, a smaller batch or a shorter max_length"
+            ) from error
         self._scheduler.prefix = make_prefix_cache(
             self._config, self._facts, self._scheduler.ledger, cache, self._clock
         )
@@ -121,9 +124,7 @@ class Engine:
         Must not run while another thread is inside `step`.
         """
         self._runner = None
-        promise(self, self._model.device, self._kv_bytes)
-        if self._leader is not None:
-            self._leader.free()
+        self._residence.free()
         self._inbox.clear()
         self._adapters.forget_requests()
         self._families.clear()
@@ -137,36 +138,21 @@ class Engine:
 
         Raises EngineError, and then nothing has moved: UnsupportedModelError for a model of several ranks.
         """
-        if self._runner is not None or self._swapped is not None:
+        if self._runner is not None or self._residence.is_unloaded:
             raise RuntimeError("unload called on an engine that is started or unloaded")
-        if self._leader is not None:
-            raise UnsupportedModelError("the weights lie in several processes")
-        model = self._model
+        self._residence.check_unloadable()
         self._adapters.drop()
-        self._swapped = swap_out(model.decoder, model.device, threshold)
-        withdraw(self)
-        give_back(model.device)
+        self._residence.unload(threshold)
 
     def reload(self) -> None:
         """Move the weights back. Raises EngineError, and then they are still out."""
-        swapped, device = self._swapped, self._model.device
-        if swapped is None:
-            raise RuntimeError("reload called on an engine that is not unloaded")
-        if (free := reserve(self, device, swapped.nbytes)) < swapped.nbytes:
-            raise ModelMemoryError(f"{swapped.nbytes} bytes of weights do not fit: {device} has {free} free")
-        try:
-            swapped.restore()
-        except BaseException:
-            withdraw(self)
-            raise
-        self._swapped = None
-        promise(self, device, self._kv_bytes)
+        self._residence.reload()
 
     def close(self) -> None:
         """Give all memory back; the engine can do nothing any more."""
         device = self._model.device
         self.stop()
-        withdraw(self)
+        self._residence.close()
         vars(self).clear()  # whatever it holds: weights, adapters, caches, graphs
         give_back(device)
 

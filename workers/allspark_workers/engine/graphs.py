@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from allspark_kernels import backend_for, capture, reserve_decode_plan
+from allspark_kernels import AttentionPlan, GraphPool, backend_for, reserve_decode_plan
 
 from allspark_workers.engine.batch import RaggedBatch
+from allspark_workers.engine.device import Staging
 from allspark_workers.models.decoder import KVCache, StepTensors
 from allspark_workers.models.loader import Model
 from allspark_workers.models.ops import DIRECT
@@ -33,42 +34,40 @@ def buckets(max_batch: int, is_padding_free: bool = False) -> list[int]:
 class DecodeGraph:
     """One decode step of up to `capacity` requests at fixed addresses; rows beyond the batch are padding."""
 
-    def __init__(self, model: Model, cache: KVCache, capacity: int, max_length: int, span_size: int) -> None:
-        arch, device = model.arch, model.device
+    def __init__(self, model: Model, cache: KVCache, plan: AttentionPlan, pool: GraphPool) -> None:
+        """`plan`: a reserved one of its own; `pool`: where steps share memory that never run at once."""
+        arch, device, capacity = model.arch, model.device, plan.capacity
         self.capacity = capacity
-        self._plan = reserve_decode_plan(
-            capacity, max_length, span_size, device, arch.num_heads, arch.num_kv_heads, arch.head_dim
-        )
-        host = torch.zeros((3, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._host = host.numpy()
-        self._host[2] = _NOT_WRITTEN
-        self._pinned = host
-        self._tokens: torch.Tensor = host.to(device)  # on the CPU: the same memory
+        self.plan = plan
+        self._tokens = Staging((3, capacity), device)
+        self._tokens.host[2] = _NOT_WRITTEN
         self._size = 0
-        ids, positions, slots = self._tokens.unbind(0)
+        ids, positions, slots = self._tokens.tensor.unbind(0)
         self._decoder = model.decoder
         width, dtype = arch.hidden_size, model.decoder.compute_dtype
         self._residual = torch.zeros((capacity, width), dtype=dtype, device=device)
         self._logits: torch.Tensor | None = None
-        inputs = StepTensors(ids, positions, slots, self._plan, None)
+        inputs = StepTensors(ids, positions, slots, plan, None)
 
         def step() -> None:
             self._logits = self._decoder.blocks(DIRECT, self._residual, inputs, cache)
 
-        self._replay = capture(step, device)
+        self._tokens.upload()
+        self._replay = pool.capture(step)
 
     def run(self, batch: RaggedBatch) -> torch.Tensor:
         """Logits [B, V] of a decode batch of at most `capacity` rows; valid until the next run."""
         size = batch.tokens.shape[1]
-        self._host[:, :size] = batch.tokens
+        self._tokens.wait()
+        host = self._tokens.host
+        host[:, :size] = batch.tokens
         if size < self._size:
-            self._host[:2, size:] = 0
-            self._host[2, size:] = _NOT_WRITTEN
+            host[:2, size:] = 0
+            host[2, size:] = _NOT_WRITTEN
         self._size = size
-        if self._tokens is not self._pinned:
-            self._tokens.copy_(self._pinned, non_blocking=True)
-        self._residual[:size] = self._decoder.embed(DIRECT, self._tokens[0, :size])
-        self._plan.refill(batch.kv_lens.astype(np.int32), batch.span_table)
+        self._tokens.upload()
+        self._residual[:size] = self._decoder.embed(DIRECT, self._tokens.tensor[0, :size])
+        self.plan.refill(batch.kv_lens.astype(np.int32), batch.span_table)
         self._replay()
         if self._logits is None:
             raise RuntimeError("the captured step produced no logits")
@@ -79,9 +78,15 @@ class DecodeGraphs:
     """The captured steps of one model."""
 
     def __init__(self, model: Model, cache: KVCache, max_batch: int, max_length: int, span_size: int) -> None:
-        # Largest first: the memory of the smaller ones then fits into what it left behind.
-        sizes = sorted(buckets(max_batch, model.device.type == "cpu"), reverse=True)
-        self._graphs = [DecodeGraph(model, cache, size, max_length, span_size) for size in sizes][::-1]
+        arch, pool = model.arch, GraphPool(model.device)
+        heads = (arch.num_heads, arch.num_kv_heads, arch.head_dim)
+        graphs: list[DecodeGraph] = []
+        # Largest first: the smaller ones then fit into the memory that it left behind.
+        for size in sorted(buckets(max_batch, model.device.type == "cpu"), reverse=True):
+            largest = graphs[0].plan if graphs else None
+            plan = reserve_decode_plan(size, max_length, span_size, model.device, *heads, shared=largest)
+            graphs.append(DecodeGraph(model, cache, plan, pool))
+        self._graphs = graphs[::-1]
 
     def run(self, batch: RaggedBatch) -> torch.Tensor:
         """Logits [B, V] through the smallest captured step that holds the batch."""

@@ -10,6 +10,7 @@ import torch
 from llguidance import LLExecutor
 from numpy.typing import NDArray
 
+from allspark_workers.engine.device import upload
 from allspark_workers.engine.sequence import Sequence
 
 
@@ -47,7 +48,7 @@ class Masks:
         pending.result()
         assert self._buffer is not None
         rows = np.ascontiguousarray(self._buffer[: self._rows, : self._words])
-        return torch.from_numpy(rows).to(self._device)
+        return upload(rows, torch.int32, self._device)
 
     def drop(self) -> None:
         """After a failed step: wait for what `begin` started and forget it."""

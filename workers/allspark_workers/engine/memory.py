@@ -14,6 +14,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from allspark_kernels import no_capture
 from allspark_kernels.lora import LoraSite, LoraTable, LoraWeights
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -135,7 +136,10 @@ def give_back(device: torch.device) -> None:
     """Return to the system what was freed: collect cycles, empty the caches of the allocators."""
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        with no_capture():
+            torch.cuda.empty_cache()
+            # And, where PyTorch can, of pinned memory, such as swapped weights took.
+            getattr(torch.accelerator, "empty_host_cache", lambda: None)()
     if hasattr(_libc(), "malloc_trim"):  # glibc
         _libc().malloc_trim(0)
 

@@ -66,6 +66,11 @@ class Runner:
                 self._model, self._cache, sched.max_batch, max_length, sched.span_size
             )
 
+    def try_sampling(self) -> None:
+        """Draw in every way that requests may ask for: a GPU compiles kernels at their first use."""
+        with torch.inference_mode(), use_device(self._model.device):
+            self._sampler.try_out()
+
     def copy_spans(self, copies: dict[int, int]) -> None:
         """Give each span (key) the content of another one (value)."""
         with torch.inference_mode(), use_device(self._model.device):

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Final
 
-import numpy as np
 import torch
-from allspark_kernels import SamplingBatch, mark_seen
+from allspark_kernels import SamplingBatch, mark_seen, sample
 
+from allspark_workers.engine.device import upload
 from allspark_workers.engine.sequence import Sequence
 from allspark_workers.models.ops import KernelOps
 
 _IN_PROMPT = 1
 _GENERATED = 2
+_NEUTRAL: Final = {
+    "temperature": (1.0, torch.float32),
+    "top_k": (0, torch.int32),
+    "top_p": (0.0, torch.float32),
+    "seed": (0, torch.int64),
+    "position": (0, torch.int64),
+    "repetition_penalty": (1.0, torch.float32),
+    "presence_penalty": (0.0, torch.float32),
+    "suppress_repetition": (False, torch.bool),
+    "slot": (0, torch.int32),
+}
 
 
 class Sampler:
@@ -31,6 +44,7 @@ class Sampler:
         self._rows: list[int] = []
         self._batch: SamplingBatch | None = None
         self._penalised: list[int] = []
+        self._penalised_rows = self._penalised_slots = torch.empty(0, dtype=torch.int64, device=device)
         self._empty = torch.empty(0, dtype=torch.int64, device=device)
 
     def sample(
@@ -47,17 +61,26 @@ class Sampler:
         batch = self._settings(sequences)
         self._mark_history(sequences)
         ban_rows, ban_ids = self._bans(sequences)
-        position = torch.tensor([s.length for s in sequences], dtype=torch.int64, device=self._device)
+        position = self._tensor([s.length for s in sequences], torch.int64)
         batch = replace(batch, position=position, ban_rows=ban_rows, ban_ids=ban_ids, seen=self._seen_rows())
         if allow_mask is not None:
             batch = replace(batch, allow_mask=allow_mask)
         drawn = ops.sample(logits, batch)
         if self._penalised and self._seen is not None:
-            index = self._penalised
-            slots = torch.tensor([sequences[i].row for i in index], dtype=torch.int64, device=self._device)
-            mark_seen(self._seen, slots, drawn[index], _GENERATED)
+            mark_seen(self._seen, self._penalised_slots, drawn[self._penalised_rows], _GENERATED)
         tokens: list[int] = drawn.tolist()
         return tokens
+
+    def try_out(self) -> None:
+        """Draw with and without penalties, bans and masks, for nobody."""
+        size = self._vocab_size
+        one = {name: self._tensor([value], dtype) for name, (value, dtype) in _NEUTRAL.items()}
+        some = self._tensor([0], torch.int64)
+        seen = torch.zeros((1, size), dtype=torch.uint8, device=self._device)
+        masks = (None, torch.full((1, (size + 31) // 32), -1, dtype=torch.int32, device=self._device))
+        for mask, bans, table in itertools.product(masks, (some, self._empty), (seen, None)):
+            batch = SamplingBatch(**one, seen=table, ban_rows=bans, ban_ids=bans, allow_mask=mask)
+            sample(torch.zeros((1, size), dtype=torch.float32, device=self._device), batch)
 
     def forget(self, sequences: list[Sequence]) -> None:
         """After a failed step: what was marked may not match the tokens, so mark again."""
@@ -71,6 +94,9 @@ class Sampler:
         if self._batch is not None and sequences == self._sequences and rows == self._rows:
             return self._batch
         self._penalised = [i for i, s in enumerate(sequences) if s.uses_penalties]
+        if self._penalised:
+            self._penalised_rows = self._tensor(self._penalised, torch.int64)
+            self._penalised_slots = self._tensor([rows[i] for i in self._penalised], torch.int64)
         columns = zip(*(s.sampling for s in sequences), strict=True)
         temperature, top_k, top_p, seed, repetition, presence, suppress = columns
         size = self._vocab_size
@@ -92,7 +118,7 @@ class Sampler:
         return self._batch
 
     def _tensor(self, values: object, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+        return upload(values, dtype, self._device)
 
     def _bans(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         rows: list[int] = []
@@ -119,7 +145,7 @@ class Sampler:
                 shape = (self._max_batch, self._vocab_size)
                 self._seen = torch.zeros(shape, dtype=torch.uint8, device=self._device)
             self._seen[seq.row].zero_()
-            known = torch.from_numpy(np.array(seq.tokens[: seq.length])).to(self._device)
+            known = self._tensor(seq.tokens[: seq.length], torch.int64)
             mark_seen(self._seen, seq.row, known[: seq.num_prompt], _IN_PROMPT)
             mark_seen(self._seen, seq.row, known[seq.num_prompt :], _GENERATED)
             seq.is_marked = True

@@ -10,7 +10,8 @@ from allspark_workers.engine.sequence import Sequence
 from allspark_workers.engine.types import AdapterLease, EngineRequest, GenerationParams
 
 _STEPS = 3
-_TOKENS = 64
+# More rows than the kernels for few of them take, so that those for many are compiled too.
+_TOKENS = 96
 
 
 def warm_up(runner: Runner, scheduler: Scheduler, max_length: int, adapter: AdapterLease | None) -> None:
@@ -31,3 +32,4 @@ def warm_up(runner: Runner, scheduler: Scheduler, max_length: int, adapter: Adap
             if isinstance(token, int):
                 seq.append(token)
     scheduler.remove(seq)
+    runner.try_sampling()

@@ -10,6 +10,8 @@ from typing import Any
 import allspark_kernels as kernels
 import torch
 
+from allspark_workers.engine.device import wait_for
+
 
 def _embed(table: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return table.index_select(0, ids).to(dtype)
@@ -59,14 +61,12 @@ _TITLES = {
 
 def timed_ops(record: Callable[[str, str, float], None], device: torch.device) -> KernelOps:
     """The same operations, each reported as `record("forward", name, seconds)`; a GPU is waited for."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else None
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             start = perf_counter()
             result = function(*args, **kwargs)
-            if wait is not None:
-                wait(device)
+            wait_for(device)
             record("forward", name, perf_counter() - start)
             return result
 
