@@ -1,13 +1,13 @@
 """What the key of a peer allows: gateways speak for all tenants, producers for one."""
 
 import logging
-import time
 from collections.abc import Sequence
 
 import zmq
 import zmq.asyncio
 from allspark_bus.curve import AllowList, Doorkeeper, Peer, Role, ServerKeys, key_of
 from allspark_bus.errors import FleetError
+from allspark_bus.sparse_log import SparseLog
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
@@ -15,7 +15,6 @@ from allspark_broker.settings import BrokerSettings
 
 log = logging.getLogger(__name__)
 
-REPORT_S = 1.0
 FRONTEND, BACKEND = "frontend", "backend"
 DOORS = {FRONTEND: {Role.GATEWAY, Role.PRODUCER}, BACKEND: {Role.WORKER}}
 #: Calls of an envelope that a producer may make: its requests, and what is running.
@@ -40,7 +39,7 @@ class Access:
         self.keys: ServerKeys | None = None
         self._allowed: AllowList | None = None
         self._doorkeeper: Doorkeeper | None = None
-        self._reported_s = float("-inf")
+        self._passed_over = SparseLog(log)
         if settings.curve is not None:
             self.keys = ServerKeys.read(settings.curve)
             self._allowed = AllowList(settings.curve)
@@ -59,14 +58,10 @@ class Access:
             peer = self._allowed.peer(key)
             if peer is not None and peer.role in DOORS[door]:
                 return [frame.bytes for frame in frames], peer
-            self._report(door, key)
+            self._passed_over.warning(
+                f"the {door} passes over messages of a key that was removed: {key.decode()}"
+            )
         return await socket.recv_multipart(), None
-
-    def _report(self, door: str, key: bytes) -> None:
-        now_s = time.monotonic()
-        if now_s - self._reported_s >= REPORT_S:
-            self._reported_s = now_s
-            log.warning("the %s passes over messages of a key that was removed: %s", door, key.decode())
 
     def close(self) -> None:
         """Admits nobody any more."""
@@ -82,7 +77,8 @@ def authorize(envelope: fleet.Envelope, peer: Peer | None) -> None:
     if call not in PRODUCER_CALLS:
         raise NotAllowed(f"the key of producer {peer.name} does not allow {call}")
     if envelope.tenant not in ("", peer.name):
-        raise NotAllowed(f"the key of producer {peer.name} is not one of tenant {envelope.tenant}")
+        raise NotAllowed(f"the key of producer {peer.name} is not one of tenant {envelope.tenant[:64]}")
     envelope.tenant = peer.name
+    envelope.denied_before = 0  # gateways deny, and the sum is everybody's
     if call == "get_fleet_status":
         envelope.get_fleet_status.own_tenant_only = True

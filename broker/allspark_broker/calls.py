@@ -17,6 +17,7 @@ from allspark_bus.errors import (
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from allspark_proto.version import VERSION
+from google.protobuf.message import Message
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from allspark_broker.build import model_information
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 DEFAULT_TENANT = "default"
 MAX_PRIORITY = 100
+MAX_TEXT = 4096  # characters of a name or path: a longer one names nothing
 CONTROL_TIMEOUT_S = 5.0
 UNAVAILABLE_RETRY_MS = 1000
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
@@ -225,6 +227,15 @@ def check_envelope(envelope: fleet.Envelope) -> None:
         raise ParamError("correlation_id is longer than 64 bytes")
     if abs(envelope.priority) > MAX_PRIORITY:
         raise ParamError(f"priority {envelope.priority} is outside [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+    if name := envelope.WhichOneof("call"):
+        _check_texts(getattr(envelope, name))
+
+
+def _check_texts(call: Message) -> None:
+    """Names and paths of a call; uuids have their own limit."""
+    for field, value in call.ListFields():
+        if isinstance(value, str) and field.name != "uuid" and len(value) > MAX_TEXT:
+            raise ParamError(f"{field.name} has {len(value)} characters, the limit is {MAX_TEXT}")
 
 
 def _uuid_of(envelope: fleet.Envelope) -> str:

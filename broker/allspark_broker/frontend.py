@@ -6,14 +6,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import zmq.asyncio
-from allspark_bus import sockets
-from allspark_bus.errors import MalformedMessage
-from allspark_proto import allspark_service_pb2 as pb
+from allspark_bus import sockets, wire_shape
+from allspark_bus.errors import FleetError, MalformedMessage
 from allspark_proto import fleet_pb2 as fleet
 from google.protobuf.message import DecodeError
 
-from allspark_broker.access import FRONTEND, Access, NotAllowed, authorize
-from allspark_broker.calls import denied_busy
+from allspark_broker.access import FRONTEND, Access, authorize
+from allspark_broker.calls import denied_busy, failure
 from allspark_broker.links import ClientLink
 
 MAX_CALLS = 20_000  # envelopes in progress at once; one more is denied
@@ -47,18 +46,14 @@ class Frontend:
         while True:
             frames, peer = await self._access.receive(self._socket, FRONTEND)
             route, body = sockets.split_route(frames)
+            payload = b""
             try:
-                envelope = fleet.Envelope.FromString(sockets.payload_of(body))
-            except (MalformedMessage, DecodeError) as e:
-                reason = e.reason if isinstance(e, MalformedMessage) else f"the payload is no Envelope: {e}"
-                await self._clients.send(route, fleet.Reply(as_status=pb.ALLSPARK_PARAM_ERROR, reason=reason))
-                continue
-            try:
+                payload = sockets.payload_of(body)
+                envelope = _read(payload)
                 authorize(envelope, peer)
-            except NotAllowed as e:
-                reply = fleet.Reply(
-                    correlation_id=envelope.correlation_id, as_status=e.status, reason=e.reason
-                )
+            except FleetError as e:
+                reply = failure(e)
+                reply.correlation_id = wire_shape.correlation_id(payload)
                 await self._clients.send(route, reply)
                 continue
             await self._begin(route, envelope)
@@ -96,3 +91,12 @@ class Frontend:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+
+
+def _read(payload: bytes) -> fleet.Envelope:
+    """Raises MalformedMessage, or LimitError for one with more parts than any legal one has."""
+    wire_shape.check_envelope(payload)
+    try:
+        return fleet.Envelope.FromString(payload)
+    except DecodeError as e:
+        raise MalformedMessage(f"the payload is no Envelope: {e}") from e

@@ -10,6 +10,7 @@ from allspark_proto import fleet_pb2 as fleet
 log = logging.getLogger(__name__)
 
 VERSION = 1
+MAX_REASON = 4096  # characters; what a reason quotes may have come from outside
 
 
 class WorkerLink:
@@ -52,6 +53,8 @@ class ClientLink:
 
     async def _is_sent(self, route: list[bytes], reply: fleet.Reply) -> bool:
         reply.version = VERSION
+        if len(reply.reason) > MAX_REASON:
+            reply.reason = reply.reason[:MAX_REASON] + " ..."
         try:
             await self._socket.send_multipart(
                 [*route, sockets.HEADER, reply.SerializeToString()], flags=zmq.NOBLOCK

@@ -26,6 +26,7 @@ from allspark_bus.errors import (
     BrokerUnavailable,
     Denied,
     FleetError,
+    LimitError,
     MalformedMessage,
     StoreUnavailable,
 )
@@ -34,6 +35,7 @@ from allspark_bus.ledger import now_ms
 log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
+ENVELOPE_BYTES = 4096  # of its fields beside the call
 RESEND_S = 1.0  # silence after which a call is sent again
 
 
@@ -58,7 +60,8 @@ class _Call:
 class BrokerClient:
     """One DEALER to each broker. `max_calls`: calls that may wait at once (one more raises Denied).
 
-    `keys`: for brokers that ask for CURVE. `sent_ms`: when a call that is begun now was sent.
+    `max_message_bytes`: of a call, not more than the brokers' limit. `keys`: for brokers that ask for CURVE.
+    `sent_ms`: when a call that is begun now was sent.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class BrokerClient:
         endpoints: Sequence[str],
         *,
         max_calls: int = 20_000,
+        max_message_bytes: int = sockets.MAX_MESSAGE_BYTES,
         keys: ClientKeys | None = None,
         sent_ms: Callable[[], int] = now_ms,
     ) -> None:
@@ -77,6 +81,7 @@ class BrokerClient:
             peer.receiver = asyncio.get_running_loop().create_task(self._receive(peer))
         self._calls: dict[str, _Call] = {}
         self._max_calls = max_calls
+        self._max_bytes = max_message_bytes + ENVELOPE_BYTES
         self._sent_ms = sent_ms
         self._prefix = uuid_lib.uuid4().hex[:12]
         self._serial = itertools.count()
@@ -85,7 +90,8 @@ class BrokerClient:
     async def call(self, envelope: fleet.Envelope, timeout_s: float) -> fleet.Reply:
         """Sends an envelope (correlation id and version are filled in) and returns its reply.
 
-        Raises BrokerUnavailable when no broker answers in time, Denied at the bound of waiting calls.
+        Raises BrokerUnavailable when no broker answers in time, Denied at the bound of waiting calls,
+        LimitError for a call that brokers would not even read.
         """
         if len(self._calls) >= self._max_calls:
             raise Denied(f"{self._max_calls} calls to the broker are waiting already", retry_after_ms=500)
@@ -93,10 +99,13 @@ class BrokerClient:
         envelope.wants_progress = True
         envelope.sent_unix_ms = self._sent_ms()
         envelope.correlation_id = f"{self._prefix}-{next(self._serial)}"
+        payload = envelope.SerializeToString()
+        if len(payload) > self._max_bytes:
+            raise LimitError(f"the call has {len(payload)} bytes, the limit is {self._max_bytes}")
         call = _Call(asyncio.get_running_loop().create_future())
         self._calls[envelope.correlation_id] = call
         try:
-            return await asyncio.wait_for(self._ask(envelope.SerializeToString(), call), timeout_s)
+            return await asyncio.wait_for(self._ask(payload, call), timeout_s)
         except TimeoutError:
             if call.asked == self._preferred:  # it may be busy with a call that it cannot finish
                 self._preferred = (self._preferred + 1) % len(self._peers)

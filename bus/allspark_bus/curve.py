@@ -26,6 +26,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from allspark_bus.secret_files import warn_if_exposed
 from allspark_bus.settings import ConfigError
+from allspark_bus.sparse_log import SparseLog
 from allspark_bus.watched import Stamp, Watched, stamp
 
 log = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ class Doorkeeper(AsyncioAuthenticator):
         super().__init__(context)
         self._allowed_keys = allowed
         self._doors = doors
+        self._refusals = SparseLog(log)
         for domain in doors:
             self.configure_curve_callback(domain, self)
 
@@ -146,7 +148,7 @@ class Doorkeeper(AsyncioAuthenticator):
         if peer is not None and peer.role in self._doors[domain]:
             return True
         who = "an unknown key" if peer is None else f"{peer.name} of {peer.role}"
-        log.warning("refused a connection to the %s: %s (%s)", domain, who, key.decode())
+        self._refusals.warning(f"refused a connection to the {domain}: {who} ({key.decode()})")
         return False
 
 

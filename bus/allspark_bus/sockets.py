@@ -15,6 +15,11 @@ MAGIC = b"ALSP"
 HIGH_WATER_MARK = 10_000
 LINGER_MS = 500
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+#: Beside what a client may send: the other fields of an envelope, and the ids of two million tokens of text.
+#: ZeroMQ ends the connection of a peer that sends more, and with it all calls of that peer.
+OVERHEAD_BYTES = 16 * 1024 * 1024
+#: From a broker, which has bounded what it passes on.
+MAX_BROKER_BYTES = 1 << 30
 # Keep-alive below the application's heartbeats: a peer whose host vanished is disconnected by ZeroMQ itself.
 ZMTP_HEARTBEAT_MS, ZMTP_TIMEOUT_MS = 1000, 5000
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
@@ -22,11 +27,11 @@ RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
 HANDSHAKE_MS = CONNECT_MS = 5000
 
 
-def _configure(socket: zmq.asyncio.Socket, max_message_bytes: int) -> None:
+def _configure(socket: zmq.asyncio.Socket, max_frame_bytes: int) -> None:
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     socket.setsockopt(zmq.HEARTBEAT_IVL, ZMTP_HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMTP_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -46,10 +51,12 @@ def router(
     Sending to a peer that is not connected raises EHOSTUNREACH, and to one whose queue is full EAGAIN,
     instead of dropping the message. A peer that reconnects under its identity replaces its old connection.
     `is_handed_over` False: the old connection keeps the identity until it ends: nobody can take it away.
+    A peer that sends `OVERHEAD_BYTES` more than `max_message_bytes` is disconnected; less than that is for
+    the caller to refuse.
     With `keys` only peers that the context's `curve.Doorkeeper` admits at this `door` can connect.
     """
     socket = context.socket(zmq.ROUTER)
-    _configure(socket, max_message_bytes)
+    _configure(socket, max_message_bytes + OVERHEAD_BYTES)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, int(is_handed_over))
     if keys is not None:
@@ -63,7 +70,6 @@ def dealer(
     endpoint: str,
     *,
     identity: bytes = b"",
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
     keys: ClientKeys | None = None,
 ) -> zmq.asyncio.Socket:
     """A DEALER connected to `endpoint`. It queues only for an established connection (IMMEDIATE).
@@ -71,7 +77,7 @@ def dealer(
     With `keys` only a broker that has the secret of their server key is connected to.
     """
     socket = context.socket(zmq.DEALER)
-    _configure(socket, max_message_bytes)
+    _configure(socket, MAX_BROKER_BYTES)
     if keys is not None:
         keys.apply(socket)
     if identity:

@@ -60,6 +60,7 @@ class FleetCalls:
         self._broker = broker
         self._ledger = ledger
         self._denials = denials
+        self._max_uuid_bytes = settings.max_uuid_bytes
         self._timeout_s = settings.call_timeout_s
         self._model_timeout_s = settings.model_timeout_s
         self._tenant = tenant
@@ -101,7 +102,8 @@ class FleetCalls:
         if denial is None:
             return
         rid = keys.request_id(self._tenant, request.config.uuid)
-        if is_new or await self._ledger.model_of(rid) is None:
+        is_long = len(request.config.uuid.encode()) > self._max_uuid_bytes  # never accepted, and no key
+        if is_new or is_long or await self._ledger.model_of(rid) is None:
             self._denials.count()
             raise denial
 

@@ -1,11 +1,11 @@
 """Tokens at the door of a listener: which service a caller gets, if any."""
 
 import logging
-import time
 from collections.abc import Callable
 
 import grpc
 import grpc.aio
+from allspark_bus.sparse_log import SparseLog
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import metadata
 
@@ -14,7 +14,6 @@ from allspark_gateway.tokens import Scope, Token, Tokens, Unauthenticated
 
 log = logging.getLogger(__name__)
 
-REPORT_S = 1.0  # refusals are logged at most this often, with the number of those in between
 _SERVICE = pb.DESCRIPTOR.services_by_name["AllSpark"].full_name
 #: RPC -> the scope that it needs. What is not named here (versions, figures) any valid token may ask.
 SCOPES: dict[str, Scope] = {
@@ -70,23 +69,12 @@ def _authorization(call: grpc.HandlerCallDetails) -> str | None:
 class _Refusals:
     """Handlers that end a call without reading its messages; the log tells about them at a bounded rate."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._reported_s = float("-inf")
-        self._untold = 0
+    def __init__(self) -> None:
+        self._log = SparseLog(log)
 
     def handler(self, code: grpc.StatusCode, reason: str) -> "grpc.RpcMethodHandler[object, object]":
         async def refuse(_: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-            self._report(context.peer(), reason)
+            self._log.warning(f"refused a call from {context.peer()}: {reason}")
             await context.abort(code, reason)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
-
-    def _report(self, peer: str, reason: str) -> None:
-        now_s = self._clock()
-        if now_s - self._reported_s < REPORT_S:
-            self._untold += 1
-            return
-        more = f" (and {self._untold} more calls before it)" if self._untold else ""
-        log.warning("refused a call from %s: %s%s", peer, reason, more)
-        self._reported_s, self._untold = now_s, 0

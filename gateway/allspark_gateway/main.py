@@ -47,7 +47,11 @@ class Gateway:
         keys = ClientKeys.read(settings.curve) if settings.curve else None
         self._arrivals = Arrivals()
         self._broker = BrokerClient(
-            settings.broker, max_calls=settings.max_calls, keys=keys, sent_ms=self._arrivals.sent_ms
+            settings.broker,
+            max_calls=settings.max_calls,
+            max_message_bytes=int(settings.max_message_bytes),
+            keys=keys,
+            sent_ms=self._arrivals.sent_ms,
         )
         self._streams = Streams(self._store)
         self._readers = Readers(self._wakeups, settings.gather_s)

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from allspark_bus import wire_shape
 from allspark_bus.errors import BrokerUnavailable, FleetError, StoreUnavailable
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import metadata
@@ -114,7 +115,7 @@ class Service(grpc.GenericRpcHandler):
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         return grpc.unary_unary_rpc_method_handler(
             self._border(method, handler),
-            request_deserializer=request.FromString,
+            request_deserializer=_READ.get(method.name, request.FromString),
             response_serializer=response.SerializeToString,
         )
 
@@ -149,6 +150,8 @@ class Service(grpc.GenericRpcHandler):
         async def handle(request: Any, context: Context) -> Any:
             in_flight.enter()
             try:
+                if isinstance(request, FleetError):
+                    raise request
                 return await handler(request, context)
             except (StoreUnavailable, BrokerUnavailable, GatewayLeaves) as e:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, e.reason, answers.of_error(e))
@@ -168,6 +171,19 @@ class Service(grpc.GenericRpcHandler):
                 in_flight.exit()
 
         return handle
+
+
+def _start_request(message: bytes) -> pb.StartRequestRequest | FleetError:
+    """The request, or why it is not even parsed: a deserialiser that raises would hide the reason."""
+    try:
+        wire_shape.check_request(message)
+    except FleetError as e:
+        return e
+    return pb.StartRequestRequest.FromString(message)
+
+
+#: RPC -> how its message is read, where that is not just parsing.
+_READ: dict[str, Callable[[bytes], Any]] = {"StartRequest": _start_request}
 
 
 def _path(name: str) -> str:

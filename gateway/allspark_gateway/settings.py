@@ -18,7 +18,7 @@ class GatewaySettings(ProcessSettings):
     broker: ZmqEndpoints = ("tcp://127.0.0.1:5550",)
     """Frontend endpoint of a broker. Repeat for several; the next one is used when one does not answer."""
     max_message_bytes: Size = ByteSize(64 << 20)
-    """Largest gRPC message accepted."""
+    """Largest gRPC message accepted; not more than the brokers' --max-message-bytes."""
     max_uuid_bytes: Count = 256
     """Longest request uuid accepted."""
     max_calls: Count = 16384

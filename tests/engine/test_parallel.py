@@ -1,5 +1,7 @@
 """One model over several ranks, real processes and gloo: against one rank, and when a rank dies."""
 
+import contextlib
+import ipaddress
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +24,7 @@ from engine_helpers import VOCAB, TinyModels, request, run_all
 from lora_helpers import run_until_idle, write_adapter
 
 NEW = 6
+LISTEN = "0A"  # of the state column of /proc/net/tcp
 
 
 def config(path: Path, size: int, **more: object) -> ModelConfig:
@@ -200,6 +203,37 @@ def test_ranks_end_with_their_leader(tiny: TinyModels) -> None:
     process = leader._processes[0]
     leader.close()
     assert process.returncode == 0
+
+
+def test_ranks_listen_on_loopback_only_and_meet_in_a_private_directory(
+    parallel: Callable[[ModelConfig], Engine], tiny: TinyModels
+) -> None:
+    engine = parallel(config(tiny.path("llama-tied"), 2))
+    leader = engine._leader
+    assert leader is not None
+    addresses = {a for pid in ("self", leader._processes[0].pid) for a in listening(pid)}
+    assert addresses, "gloo listens"
+    assert {a for a in addresses if not a.is_loopback} == set()
+    directory = Path(leader._meeting.path).parent
+    assert directory.stat().st_mode & 0o777 == 0o700
+    leader.close()
+    assert not directory.exists()
+
+
+def listening(pid: int | str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The addresses that a process listens at (proc_net(5))."""
+    own = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            own.add(str(link.readlink()))
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            cells = row.split()
+            if cells[3] == LISTEN and f"socket:[{cells[9]}]" in own:
+                words = bytes.fromhex(cells[1].partition(":")[0])
+                data = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                found = ipaddress.ip_address(data)
+                yield getattr(found, "ipv4_mapped", None) or found
 
 
 def test_a_rank_that_cannot_load_says_why(tiny: TinyModels, tmp_path: Path) -> None:

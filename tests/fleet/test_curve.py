@@ -14,10 +14,11 @@ import zmq.asyncio
 from allspark.certs import write_set
 from allspark.cli.settings import StatusSettings
 from allspark.cli.status import collect
+from allspark_broker.access import DOORS, FRONTEND
 from allspark_broker.settings import BrokerSettings
-from allspark_bus import sockets
+from allspark_bus import curve, sockets, sparse_log
 from allspark_bus.broker_client import BrokerClient
-from allspark_bus.curve import AllowList, ClientKeys, CurveError, Peer, Role, ServerKeys
+from allspark_bus.curve import AllowList, ClientKeys, CurveError, Doorkeeper, Peer, Role, ServerKeys
 from allspark_bus.errors import BrokerUnavailable
 from allspark_bus.store import Store
 from allspark_bus.streams import Streams
@@ -272,3 +273,17 @@ def test_curve_is_enough_for_a_broker_to_listen_for_others() -> None:
     with pytest.raises(ValueError, match="--allow-remote"):
         BrokerSettings(**remote)
     assert BrokerSettings(**remote, curve=Path("/keys")).is_secured()
+
+
+async def test_refused_keys_are_not_logged_one_by_one(
+    made: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reaches the port can try a new key a thousand times a second."""
+    monkeypatch.setattr(sparse_log, "REPORT_S", 1e9)
+    context = zmq.asyncio.Context()
+    keeper = Doorkeeper(context, AllowList(made / "broker"), DOORS)
+    for _ in range(5):
+        assert not keeper.callback(FRONTEND, zmq.curve_keypair()[0])
+    context.destroy(linger=0)
+    [line] = [r.getMessage() for r in caplog.records if r.name == curve.__name__]
+    assert "refused a connection to the frontend: an unknown key" in line

@@ -16,7 +16,7 @@ from allspark.certs.authority import Authority
 from allspark.cli.settings import StatusSettings
 from allspark.cli.status import collect
 from allspark.client import Access, AccessDenied, AsyncClient, FleetUnavailable
-from allspark_bus import watched
+from allspark_bus import sparse_log, watched
 from allspark_gateway import guard, tokens
 from allspark_gateway.guard import SCOPES
 from allspark_gateway.main import Gateway
@@ -323,7 +323,7 @@ async def test_a_unix_listener_needs_no_token_beside_a_secured_one(
 async def test_refusals_are_logged_without_secrets_and_not_one_by_one(
     gateways: Gateways, made: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "REPORT_S", 1e9)
+    monkeypatch.setattr(sparse_log, "REPORT_S", 1e9)
     gateway = await gateways.open(tokens=made / "tokens.toml")
     channel = gateways.client(gateway).channel
     for number in range(5):

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 from allspark_bus import text_inputs
-from allspark_bus.errors import ParamError
+from allspark_bus.errors import LimitError, ParamError
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
@@ -58,7 +58,10 @@ class Texts:
         self._tokenizers: OrderedDict[tuple[str, tuple[str, ...]], asyncio.Future[Tokenizer]] = OrderedDict()
 
     async def tokenize(self, call: fleet.Tokenize, facts: ModelFacts) -> fleet.Tokens:
-        """Raises ParamError: no tokenizer, no chat template or one that takes too much, no messages."""
+        """Raises ParamError: no tokenizer, no chat template or one that takes too much, no messages.
+
+        Raises LimitError for more ids than the model takes: eight bytes for each would be too many to send.
+        """
         tokenizer = await self._tokenizer(facts)
         try:
             if call.WhichOneof("prompt") == "messages":
@@ -70,6 +73,8 @@ class Texts:
                 ids = await self._run(tokenizer.encode, call.text)
         except TextError as e:
             raise ParamError(f"model {call.model_name!r}: {e}") from e
+        if len(ids) > facts.max_length:
+            raise LimitError(f"the text has {len(ids)} tokens, over engine_max_length {facts.max_length}")
         eos_ids = tokenizer.eos_ids or facts.eos_token_ids
         return fleet.Tokens(ids=np.asarray(ids, "<i8").tobytes(), eos_ids=eos_ids)
 

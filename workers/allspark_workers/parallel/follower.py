@@ -1,9 +1,9 @@
 """The process of a rank other than 0: does what rank 0 tells it, until its standard input ends.
 
-    python -m allspark_workers.parallel.follower RANK SIZE PORT
+    python -m allspark_workers.parallel.follower RANK SIZE STORE
 
-PORT is that of rank 0's store. Answers go to standard output: one to the connection, to the configuration
-(when the weights are loaded) and to each allocation.
+STORE is the file of rank 0's `Meeting`. Answers go to standard output: one to the connection, to the
+configuration (when the weights are loaded) and to each allocation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from allspark_workers.models.loader import Model, load_model
 from allspark_workers.models.shards import Shard
 from allspark_workers.parallel import messages
 from allspark_workers.parallel.adapters import FollowedAdapters
-from allspark_workers.parallel.group import Group, join_store
+from allspark_workers.parallel.group import Group, open_store
 
 
 class Follower:
@@ -71,7 +71,7 @@ class Follower:
         decoder.logits(ops, last_of_rows(hidden, batch) if is_inference else hidden)
 
 
-def serve(shard: Shard, port: int, requests: BinaryIO, answers: BinaryIO) -> None:
+def serve(shard: Shard, store_path: str, requests: BinaryIO, answers: BinaryIO) -> None:
     """Connect, load, and obey until `requests` ends."""
     first = messages.read(requests)
     if first is None:
@@ -80,7 +80,7 @@ def serve(shard: Shard, port: int, requests: BinaryIO, answers: BinaryIO) -> Non
     lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
     config = ModelConfig(**{**settings, **lists})
     apply_threads(config.num_threads)
-    store = join_store(port, shard.size)
+    store = open_store(store_path, shard.size)
     messages.write(answers, {"connected": True})
     group = Group(store, shard, torch.device(config.device))
     try:
@@ -103,5 +103,5 @@ def serve(shard: Shard, port: int, requests: BinaryIO, answers: BinaryIO) -> Non
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    rank, size, store_port = map(int, sys.argv[1:])
-    serve(Shard(rank, size), store_port, sys.stdin.buffer, sys.stdout.buffer)
+    rank, size = map(int, sys.argv[1:3])
+    serve(Shard(rank, size), sys.argv[3], sys.stdin.buffer, sys.stdout.buffer)

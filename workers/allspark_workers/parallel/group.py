@@ -6,13 +6,15 @@ depends on where a number lies in the buffer, and a token's bits would depend on
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from allspark_workers.engine.errors import GroupError
 from allspark_workers.models.shards import Shard
@@ -22,14 +24,24 @@ LOOPBACK = "127.0.0.1"
 EXCHANGE_TIMEOUT = timedelta(minutes=10)
 
 
-def host_store(size: int) -> TCPStore:
-    """The store through which ranks find each other, on a free loopback port."""
-    return TCPStore(LOOPBACK, 0, size, is_master=True, wait_for_workers=False)
+class Meeting:
+    """A file through which the ranks of a model find each other, in a directory of this user alone.
+
+    Not PyTorch's TCPStore: it listens on every interface of the machine and does whatever a peer asks.
+    """
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="allspark-ranks-")
+        self.path = os.path.join(self._directory.name, "store")  # noqa: PTH118 (PyTorch takes text)
+
+    def close(self) -> None:
+        """Removes it; the ranks must have met, or have ended."""
+        self._directory.cleanup()
 
 
-def join_store(port: int, size: int) -> TCPStore:
-    """The store that rank 0 hosts."""
-    return TCPStore(LOOPBACK, port, size, is_master=False)
+def open_store(path: str, size: int) -> Store:
+    """The store of a meeting, for each of the `size` ranks."""
+    return FileStore(path, size)
 
 
 class Group:
@@ -71,6 +83,8 @@ def _connect(store: Store, shard: Shard, device: torch.device) -> Any:
     """A process group of its own, beside any others of this process."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # All ranks are on this machine; NCCL would listen on its first network interface.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         limits = dist.ProcessGroupNCCL.Options()
         limits._timeout = EXCHANGE_TIMEOUT
         return dist.ProcessGroupNCCL(store, shard.rank, shard.size, limits)

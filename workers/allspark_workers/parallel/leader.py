@@ -21,7 +21,7 @@ from allspark_workers.engine.threads import usable_cores
 from allspark_workers.engine.types import ModelConfig
 from allspark_workers.models.shards import Shard
 from allspark_workers.parallel import messages
-from allspark_workers.parallel.group import Group, host_store
+from allspark_workers.parallel.group import Group, Meeting, open_store
 
 log = logging.getLogger(__name__)
 
@@ -43,20 +43,20 @@ class Leader:
         self._on_death = on_death
         self._dead = ""
         self._is_closing = False
-        store = host_store(size)
-        self._processes = [self._spawn(config, rank, store.port) for rank in range(1, size)]
+        self._meeting = Meeting()
+        self._processes = [self._spawn(config, rank) for rank in range(1, size)]
         for process in self._processes:
             self._answer(process)
-        self.group = Group(store, self.shard, torch.device(self.config.device))
+        self.group = Group(open_store(self._meeting.path, size), self.shard, torch.device(self.config.device))
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(
                 target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True
             ).start()
 
-    def _spawn(self, config: ModelConfig, rank: int, port: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, config: ModelConfig, rank: int) -> subprocess.Popen[bytes]:
         mine = rank_config(config, rank)
         process = subprocess.Popen(
-            [*_ENTRY, str(rank), str(self.shard.size), str(port)],
+            [*_ENTRY, str(rank), str(self.shard.size), self._meeting.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": str(mine.num_threads or 1)},
@@ -132,6 +132,7 @@ class Leader:
                 process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+        self._meeting.close()
 
     def _tell(self, message: dict[str, object]) -> None:
         self.check()
@@ -161,6 +162,7 @@ class Leader:
             return
         self._dead = f"rank {rank} of {self.shard.size} ended with status {status}"
         log.critical("%s: the model cannot go on", self._dead)
+        self._meeting.close()
         if self._on_death is not None:
             self._on_death(self._dead)
 
