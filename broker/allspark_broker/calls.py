@@ -134,7 +134,7 @@ class Calls:
 
     async def _model_information(self, envelope: fleet.Envelope) -> fleet.Reply:
         name = envelope.get_model_information.model_name
-        await self._lifecycle.make_sure(name)
+        await self._lifecycle.refresh()  # another broker may have built or released it just now
         record = self._lifecycle.models.get(name)
         text = ""
         if record is not None and record.is_built:
@@ -161,7 +161,8 @@ class Calls:
         return fleet.Reply(file_information=answer.file_information, reason=answer.reason)
 
     async def _rank_nums(self, envelope: fleet.Envelope) -> fleet.Reply:
-        built = any(envelope.tenant in r.owners for r in self._lifecycle.models.values())
+        await self._lifecycle.refresh()  # as above
+        built = any(r.is_built and envelope.tenant in r.owners for r in self._lifecycle.models.values())
         return fleet.Reply(rank_nums=pb.RankId(rank_id=1 if built else 0))
 
     async def _shutdown_service(self, envelope: fleet.Envelope) -> fleet.Reply:

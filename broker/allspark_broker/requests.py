@@ -129,9 +129,12 @@ class Requests:
             0,
         )
         outcome, tag, work = "failed", "", self._dispatcher.work_of(request)
+        generation = self._lifecycle.serving(request.model_name).generation
         try:
             tag = await self.limits.take(rid, work)
             admission = await self._ledger.admit(entry, digest, envelope.sent_unix_ms)
+            if admission.outcome == "new" and admission.generation != generation:
+                await self._check_again(envelope, rid, tag)
             outcome = admission.outcome
         except OutOfMemoryError:
             await self.limits.give_back(rid, tag)
@@ -154,6 +157,16 @@ class Requests:
         if outcome == "new":
             self.accepted_total += 1
             await self._dispatcher.start(worker, replace(entry, epoch=admission.epoch), work)
+
+    async def _check_again(self, envelope: fleet.Envelope, rid: str, tag: str) -> None:
+        """For a request that was recorded after its model was changed, through another broker perhaps."""
+        await self._lifecycle.refresh()
+        try:
+            self._check(envelope.start_request, envelope, rid)
+        except FleetError:
+            await self._ledger.release(rid)  # it was never accepted
+            await self.limits.give_back(rid, tag)
+            raise
 
     async def stop(self, call: pb.StopRequestRequest, tenant: str) -> fleet.Reply:
         """Ends a request; its tokens stay readable. Idempotent."""

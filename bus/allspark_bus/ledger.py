@@ -50,12 +50,14 @@ class Ttl:
 @dataclass(frozen=True, slots=True)
 class Admission:
     """`outcome` is "new", "same" (an identical retry) "conflict" (another body under the same uuid)
-    or "late" (a copy of a call from before the uuid was released).
+    or "late" (a copy of a call from before the uuid was released). `generation` is that of the model's
+    catalogue record, looked up after the request was indexed (0: there is none).
     """
 
     outcome: str
     epoch: int
     worker: str
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +144,24 @@ class Ledger:
         member = keys.index_entry(rid, tag)
         indexes = (keys.tenant_requests(tenant), keys.open_requests(entry.model))
         try:
-            *_, reply = await self._store.in_order(
+            *_, reply, generation = await self._store.in_order(
                 [
                     ANYWAY.command([indexes[0]], ["SADD", member]),
                     ANYWAY.command([indexes[1]], ["ZADD", entry.created_ms, member]),
                 ],
-                [self._admit_command(entry, digest, sent_ms, tag)],
+                # Who stops the model writes its record before it counts what is open, so that one of the two
+                # sees the other.
+                [
+                    self._admit_command(entry, digest, sent_ms, tag),
+                    ("HGET", keys.model(entry.model), "gen"),
+                ],
+                kept=(Damaged,),
             )
+            if isinstance(reply, Damaged):
+                raise reply
+            generation = b"" if isinstance(generation, Damaged) else generation
         except OutOfMemoryError as error:
-            reply = await self._recorded_before(rid, digest)
+            reply, generation = await self._recorded_before(rid, digest), b""
             full = error if reply is None else None
         else:
             full = None
@@ -159,7 +170,7 @@ class Ledger:
         if full is not None:
             raise full
         with damage.named(f"request {rid}"):
-            admission = Admission(text_of(reply[0]), int(reply[1]), text_of(reply[2]))
+            admission = Admission(text_of(reply[0]), int(reply[1]), text_of(reply[2]), int(generation or 0))
         if admission.outcome != "new":
             await self._store.replicated(keys.request(rid))  # by whoever wrote it
         return admission

@@ -94,16 +94,17 @@ class Store:
                 raise outcome
         return list(found)
 
-    async def in_order(self, *stages: Sequence[Command]) -> list[Any]:
+    async def in_order(self, *stages: Sequence[Command], kept: tuple[type[Exception], ...] = ()) -> list[Any]:
         """Runs each stage after the one before, in one round trip where one server has all keys.
 
-        Returns the replies of all. Raises the first error; later commands may have been run all the same.
+        Returns the replies of all, `kept` errors among them. Raises the first other error; later commands may
+        have been run all the same.
         """
         if self._cluster is None:
-            return await self.batch([command for stage in stages for command in stage])
+            return await self.outcomes([command for stage in stages for command in stage], kept)
         replies: list[Any] = []
         for stage in stages:
-            replies += await self.batch(stage)
+            replies += await self.outcomes(stage, kept)
         return replies
 
     async def replicated(self, key: str) -> None:

@@ -23,12 +23,16 @@ OPTIONS = {
     "--target-model": "model directory as the target's workers see it; the reference reads the same path",
     "--target-other-tenant": "address of the target whose callers are another tenant; without it cases on "
     "tenants are skipped",
+    "--target-profiles": "the target measures its operators, so GetOpProfilingInfo must have their table",
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("conformance", "conformance suite of the AllSpark service")
     for name, text in OPTIONS.items():
+        if name == "--target-profiles":
+            group.addoption(name, action="store_true", help=text)
+            continue
         action = "append" if name == "--target" else "store"
         group.addoption(name, action=action, default=[] if action == "append" else "", help=text)
 
@@ -40,6 +44,7 @@ def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
         if not path:
             raise pytest.UsageError("--target needs --target-model")
         examined = Server(targets, path, pytestconfig.getoption("--target-other-tenant"), path)
+        examined.profiles = pytestconfig.getoption("--target-profiles")
         yield from _with_main_model(examined)
         return
     root = tmp_path_factory.mktemp("conformance")
@@ -55,7 +60,7 @@ def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
     with Fleet(options, lambda name, line: print(f"{name} | {line}")) as fleet:
         tcp = [a for a in fleet.addresses if not a.startswith("unix:")]
         other = next(a for a in fleet.addresses if a.startswith("unix:"))
-        yield from _with_main_model(Server(tcp, str(model), other, str(model)))
+        yield from _with_main_model(Server(tcp, str(model), other, str(model), profiles=True))
 
 
 def _with_main_model(examined: Server) -> Iterator[Server]:

@@ -26,12 +26,13 @@ _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_messa
 class Server:
     """`addresses`: gateways of one server, asked in turn. `other_tenant`: an address of another
     tenant, "" if there is none. `model_path`: as the server's workers see it; `reference_path`: as this
-    process does."""
+    process does. `profiles`: its operators are measured."""
 
     addresses: Sequence[str]
     model_path: str
     other_tenant: str = ""
     reference_path: str = ""
+    profiles: bool = False
     main: str = "conformance-main"
     _stubs: dict[str, AllSparkStub] = field(default_factory=dict)
     _kept: set[str] = field(default_factory=set)

@@ -75,6 +75,7 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _host(self, name: str, engine: EnginePort) -> HostedModel:
+        engine.profile_enabled = self._settings.profile
         return HostedModel(name, engine, self._emit, self._on_crash)
 
     def _emit(self, _: str, outputs: list[StepOutput]) -> None:

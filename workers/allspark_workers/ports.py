@@ -9,7 +9,12 @@ Progress = Callable[[float, str], None]
 
 
 class EnginePort(Protocol):
-    """One loaded model. `submit`, `cancel`, `hold` and `resume` may be called from any thread."""
+    """One loaded model. `submit`, `cancel`, `hold` and `resume` may be called from any thread.
+
+    `profile_enabled`: whether steps measure their operators for `profile`; may be set at any time.
+    """
+
+    profile_enabled: bool
 
     @property
     def facts(self) -> ModelFacts: ...

@@ -10,6 +10,9 @@ MODULES = (
     "requests",
     "tensors",
     "generation",
+    "sequences",
+    "guided",
+    "adapters",
     "results",
     "texts",
 )

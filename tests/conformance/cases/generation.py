@@ -1,17 +1,12 @@
-"""Section 2.5: every field of GenerateConfig does what it says, against an independent reference."""
+"""Section 2.5: fields of GenerateConfig about one sequence of tokens, against an independent reference."""
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import pytest
-from allspark.text import load_tokenizer
 from allspark_proto import allspark_service_pb2 as pb
 
 from tests.conformance import oracle
-from tests.conformance.cases.build import adapter_of
-from tests.conformance.server import FINISHED, INTERRUPTED, OK, Server, array_of, request
+from tests.conformance.server import FINISHED, OK, Server, request
 from tests.conformance.suite import add, case
 
 C = "GenerateConfig."
@@ -187,202 +182,12 @@ def fewer_tokens_than_a_batch_are_flushed_at_the_end(s: Server) -> None:
     assert _chunks(s.start(PROMPT, new=7, first_token_num=100, async_token_num=100)) == [7]
 
 
-BEAMS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("num_beams 2", {"num_beams": 2}),
-    ("num_beams 4", {"num_beams": 4}),
-    ("num_beams 8", {"num_beams": 8}),
-    ("length_penalty below zero", {"num_beams": 4, "length_penalty": -1.0}),
-    ("length_penalty of two", {"num_beams": 4, "length_penalty": 2.0}),
-)
-
-
-def _beam_row(config: dict[str, Any], early: bool) -> Callable[[Server], None]:
-    def run(s: Server) -> None:
-        eos = s.generate(PROMPT, new=4)[2]
-        options = {"length_penalty": 1.0} | config
-        expected, scores = oracle.beams(
-            s.reference_path, PROMPT, max_new_tokens=NEW, eos_token_id=eos, early_stopping=early,
-            num_return_sequences=2, **options,
-        )  # fmt: skip
-        live = s.start(
-            PROMPT, new=NEW, eos_token_id=eos, early_stopping=early, num_return_sequences=2, **options
-        )
-        sequences, found = _sequences(live, 2)
-        assert found == pytest.approx(scores, abs=1e-3)
-        assert sequences == [_until(tokens, eos) for tokens in expected]
-        assert live.release() == OK
-
-    return run
-
-
-def _until(tokens: Sequence[int], eos: int) -> list[int]:
-    return list(tokens[: tokens.index(eos) + 1]) if eos in tokens else list(tokens)
-
-
-def _sequences(live: Any, count: int) -> tuple[list[list[int]], list[float]]:
-    """All sequences of a request, and the scores of its beams."""
-    element = live.elements()
-    tensors = element.tensors_from_model_inference.tensor_map
-    found = [list(element.ids_from_generate)]
-    found += [array_of(tensors[f"sequence_{i}"]).reshape(-1).tolist() for i in range(1, count)]
-    assert all(tensors[f"sequence_{i}"].data_type == pb.INT64 for i in range(1, count))
-    assert live.status() == FINISHED
-    scores = array_of(tensors["sequence_scores"]).reshape(-1).tolist() if "sequence_scores" in tensors else []
-    return found, scores
-
-
-for _name, _config in BEAMS:
-    for _early in (False, True):
-        add("D", f"{_name} early_stopping {_early}",
-            (C + "early_stopping", C + "num_return_sequences", *(C + f for f in _config)),
-            _beam_row(_config, _early))  # fmt: skip
-
-
-@case("D", C + "num_return_sequences", C + "seed")
-def n_sampled_sequences(s: Server) -> None:
-    live = s.start(PROMPT, new=NEW, do_sample=True, temperature=1.5, seed=11, num_return_sequences=3)
-    sequences, scores = _sequences(live, 3)
-    assert scores == []
-    assert [len(tokens) for tokens in sequences] == [NEW] * 3
-    assert len({tuple(tokens) for tokens in sequences}) == 3
-    assert live.release() == OK
-    again = s.start(PROMPT, new=NEW, do_sample=True, temperature=1.5, seed=11, num_return_sequences=3)
-    assert _sequences(again, 3)[0] == sequences
-    assert again.release() == OK
-
-
-@case("D", C + "top_k_arr", C + "num_return_sequences")
-def top_k_arr_overrides_top_k_for_each_sequence(s: Server) -> None:
-    live = s.start(
-        PROMPT, new=NEW, do_sample=True, temperature=1.5, seed=5, num_return_sequences=3, top_k_arr=[1, 0, 1]
-    )
-    sequences, _ = _sequences(live, 3)
-    plain = s.generate(PROMPT, new=NEW)
-    assert [tokens == plain for tokens in sequences] == [True, False, True]
-    assert live.release() == OK
-
-
-@case("D", C + "top_p_arr", C + "num_return_sequences")
-def top_p_arr_overrides_top_p_for_each_sequence(s: Server) -> None:
-    live = s.start(
-        PROMPT,
-        new=NEW,
-        do_sample=True,
-        temperature=1.5,
-        seed=5,
-        num_return_sequences=2,
-        top_p_arr=[1e-6, 0.9],
-    )
-    sequences, _ = _sequences(live, 2)
-    assert sequences[0] == s.generate(PROMPT, new=NEW)
-    oracle.check_drawn(s.reference_path, PROMPT, sequences[1], temperature=1.5, top_p=0.9)
-    assert live.release() == OK
-
-
-@case("D", C + "seed_arr", C + "num_return_sequences")
-def seed_arr_overrides_seed_for_each_sequence(s: Server) -> None:
-    live = s.start(
-        PROMPT, new=NEW, do_sample=True, temperature=1.5, num_return_sequences=3, seed_arr=[21, 22, 21]
-    )
-    sequences, _ = _sequences(live, 3)
-    assert sequences[0] == s.generate(PROMPT, new=NEW, do_sample=True, temperature=1.5, seed=21)
-    assert sequences[0] != sequences[1]
-    assert live.release() == OK
-
-
-@case("D", C + "top_k_arr", C + "top_p_arr", C + "seed_arr")
-def arrays_of_one_element_are_for_the_one_sequence(s: Server) -> None:
-    arrays = {"top_k_arr": [4], "top_p_arr": [0.8], "seed_arr": [9]}
-    plain = s.generate(PROMPT, new=NEW, do_sample=True, temperature=1.0, top_k=4, top_p=0.8, seed=9)
-    assert s.generate(PROMPT, new=NEW, do_sample=True, temperature=1.0, top_k=1, seed=1, **arrays) == plain
-
-
 @case("D", C + "probe_only")
 def probe_only_finishes_without_tokens(s: Server) -> None:
     live = s.start(PROMPT, probe_only=True)
     assert live.sync() == OK
     assert (live.status(), live.length(), live.drain()) == (FINISHED, 0, [])
     assert live.release() == OK
-
-
-@case("D", C + "lora_name")
-def an_adapter_is_loaded_at_first_use_and_mixes_with_the_base(s: Server) -> None:
-    adapter = adapter_of(s)
-    with s.model() as name:
-        mixed = [s.start(PROMPT, model=name, new=NEW, lora_name=adapter if i % 2 else "") for i in range(6)]
-        results = [live.take_all() for live in mixed]
-    assert results[0::2] == [s.generate(PROMPT, new=NEW)] * 3
-    oracle.check_greedy(f"{s.reference_path}-merged", PROMPT, results[1])
-    assert results[1::2] == [results[1]] * 3 and results[1] != results[0]
-
-
-@case("1.5 #17", C + "lora_name")
-def a_stopped_request_lets_its_adapter_go(s: Server) -> None:
-    with s.model(lora_names=[adapter_of(s)]) as name:
-        live = s.start(PROMPT, model=name, max_length=0, lora_name=adapter_of(s))
-        assert (live.stop(), live.release()) == (OK, OK)
-        assert s.status("ReleaseModel", name) == OK
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"enum": ["x", "yz"]}, "b": {"type": "boolean"}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
-GUIDED = {"type": "json_object", "json_schema": json.dumps(SCHEMA)}
-
-
-def _guided(s: Server, response_format: dict[str, str], **config: Any) -> list[int]:
-    eos = oracle.reference(s.reference_path).config.eos_token_id
-    live = s.start(PROMPT, new=200, eos_token_id=eos, early_stopping=True, response_format=response_format,
-                   **config)  # fmt: skip
-    tokens = live.take_all()
-    return tokens[:-1] if tokens[-1] == eos else tokens
-
-
-def _check_json(text: str) -> None:
-    value = json.loads(text)
-    assert set(value) == {"a", "b"} and value["a"] in ("x", "yz") and isinstance(value["b"], bool)
-
-
-@case("2.5.7", C + "response_format")
-def json_schema_is_obeyed(s: Server) -> None:
-    decode = load_tokenizer(Path(s.reference_path)).decode
-    for sampling in ({}, {"do_sample": True, "temperature": 2.0, "seed": 3}):
-        _check_json(decode(_guided(s, GUIDED, **sampling)))
-    _check_json(decode(_guided(s, GUIDED | {"type": "json_schema"})))
-
-
-@case("2.5.7", C + "response_format")
-def text_or_nothing_is_off(s: Server) -> None:
-    plain = s.generate(PROMPT, new=NEW)
-    for response_format in ({}, {"type": ""}, {"type": "text"}):
-        assert s.generate(PROMPT, new=NEW, response_format=response_format) == plain
-
-
-@case("2.5.7", C + "vocab", C + "vocab_type", C + "response_format")
-def the_vocabulary_of_a_request_is_its_own(s: Server) -> None:
-    """Two vocabularies in one process, one of them with all ids turned round; both obey (1.5 #16)."""
-    tokens = [chr(c) for c in range(0x20, 0x7F)]
-    for shift in (0, 7):
-        ids = {token: 3 + (i + shift) % len(tokens) for i, token in enumerate(tokens)}
-        text = {i: token for token, i in ids.items()}
-        vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | ids
-        vocab = {token.replace(" ", "\u2581"): i for token, i in vocab.items()}
-        found = _guided(s, GUIDED, vocab=vocab, vocab_type=pb.VOCAB_TYPE_SPM)
-        _check_json("".join(text[i] for i in found))
-
-
-@case("2.5.7", C + "response_format", "GenerateRequestStatus.status")
-def a_dead_end_interrupts_that_request_alone(s: Server) -> None:
-    """A vocabulary without a brace can never begin an object."""
-    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {c: 3 + i for i, c in enumerate("abcdefgh")}
-    live = s.start(PROMPT, response_format={"type": "json_object"}, vocab=vocab, eos_token_id=2)
-    assert live.sync() == OK
-    assert live.status() == INTERRUPTED
-    assert live.release() == OK
-    assert s.generate(PROMPT) == s.generate(PROMPT)
 
 
 @case("2.5.8", C + "eos_token_id", C + "stop_words_ids", C + "do_sample", C + "top_k")

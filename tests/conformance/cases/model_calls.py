@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from allspark_proto import allspark_service_pb2 as pb
 
 from tests.conformance.server import DENIED, FINISHED, INVALID, OK, PARAM, RUNTIME, Server, request
@@ -114,17 +115,32 @@ def GetVersionFull_has_two_parts(s: Server) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+/\(GitSha1:[0-9a-f]+\)", text)
 
 
-@case("1.4.14", "OpProfilingInfo.op_profiling_info")
-def GetOpProfilingInfo_is_empty_or_the_table_of_upstream(s: Server) -> None:
+_RULE = "-" * 95 + "\n"
+_HEAD = r"rank {6}opname {14}count {5}min_ms {4}max_ms {4}ave_ms {4}total_ms {7}percentage\n"
+_ROW = r"(?:0 {9}[A-Za-z]\S{0,18} +\d+ +(?:\d+\.\d\d +){5}\n)"
+_TABLE = r"\*\*\* %s \*\*\*\n" + _RULE + _HEAD + _RULE + _ROW + "*" + _RULE + r"\n"
+_BLOCK = r"\*{19}\n\* (?:prefill|decode) worker\n\*{19}\n\n" + "".join(
+    _TABLE % tag for tag in ("forward", "reshape", "alloc")
+)
+
+
+@case("2.6.4, 9 #17", "OpProfilingInfo.op_profiling_info")
+def GetOpProfilingInfo_has_the_table_of_upstream_and_reading_clears_it(s: Server) -> None:
+    asked = pb.ModelName
     with s.model() as name:
-        s.generate(PROMPT, model=name)
-        text = s.answer("GetOpProfilingInfo", pb.ModelName(model_name=name)).op_profiling_info
-    if not text:  # the target does not profile
-        return
-    rule, columns = "-" * 95, "rank      opname              count     min_ms    max_ms    ave_ms    total_ms"
-    assert rule in text.splitlines() and columns in text
-    row = re.compile(r"^\d+ +\S+ +\d+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ *$", re.MULTILINE)
-    assert row.search(text)
+        s.generate(PROMPT, model=name, new=20)
+        text = s.answer("GetOpProfilingInfo", asked(model_name=name)).op_profiling_info
+        again = s.answer("GetOpProfilingInfo", asked(model_name=name)).op_profiling_info
+    if not text and not s.profiles:
+        pytest.skip("the target does not profile, as far as --target-profiles says")
+    assert re.fullmatch(f"(?:{_BLOCK})+", text)
+    rows = [line for line in text.splitlines() if line.startswith("0")]
+    assert rows and {len(row) for row in rows} == {95}
+    table = text[text.index("* decode worker") :]
+    rows = [row for row in table[: table.index("*** reshape")].splitlines() if row.startswith("0")]
+    shares = [float(row[85:]) for row in rows]
+    assert shares == sorted(shares, reverse=True) and abs(sum(shares) - 100) < 1
+    assert again == ""
 
 
 @case("1.4.15", "RankId.rank_id")

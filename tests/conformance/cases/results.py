@@ -91,17 +91,21 @@ def Get_of_an_unknown_or_released_uuid_is_empty(s: Server) -> None:
 @case("3.4", IDS, STATUS)
 def Get_delivers_the_tokens_of_an_interrupted_request_first(s: Server) -> None:
     """Interrupted by a deadline, which a client may set in the metadata of StartRequest."""
-    message = request(s.main, PROMPT, max_length=s.long)
-    answer, _ = s.ask("StartRequest", message, metadata=[("allspark-deadline-ms", "500")])
-    assert answer.as_status == OK
-    live = Request(s, s.main, answer.uuid)
-    assert (live.sync(), live.status()) == (OK, INTERRUPTED)
-    assert live.finish_reason() == "deadline"
-    tokens = live.drain()
-    assert tokens and len(tokens) == live.length()
-    assert tokens == s.generate(PROMPT, new=len(tokens))
-    assert (live.status(), live.get().empty) == (INTERRUPTED, 0)
-    assert live.release() == OK
+    for deadline_ms in ("500", "2000", "8000"):  # in which a busy server, too, comes to a token
+        message = request(s.main, PROMPT, max_length=s.long)
+        answer, _ = s.ask("StartRequest", message, metadata=[("allspark-deadline-ms", deadline_ms)])
+        assert answer.as_status == OK
+        live = Request(s, s.main, answer.uuid)
+        assert (live.sync(), live.status()) == (OK, INTERRUPTED)
+        assert live.finish_reason() == "deadline"
+        tokens = live.drain()
+        assert len(tokens) == live.length()
+        assert (live.status(), live.get().empty) == (INTERRUPTED, 0)
+        assert (live.stop(), live.status()) == (OK, INTERRUPTED), "it ended before"
+        assert live.release() == OK
+        if tokens:
+            break
+    assert tokens and tokens == s.generate(PROMPT, new=len(tokens))
 
 
 @case("3.4", IDS)
@@ -160,18 +164,41 @@ def who_polls_the_status_without_reading_sees_the_end(s: Server) -> None:
         pass
     assert status == FINISHED
     assert len(live.take_all()) == 30
+    other = s.start(PROMPT, new=30)
+    assert (other.sync(), other.status()) == (OK, FINISHED), "at once: nobody has read it"
+    assert len(other.take_all()) == 30
 
 
 @case("3.6 #2", STATUS)
 def a_reader_with_unread_tokens_is_not_told_the_end_at_once_but_soon(s: Server) -> None:
-    live = s.start(PROMPT, new=2000)
-    assert live.get().ids_from_generate
-    assert live.sync() == OK, "which sees the true status"
-    began = time.monotonic()
-    while live.status() == pb.Generating:
-        assert time.monotonic() - began < 10
-    assert live.status() == FINISHED
-    assert live.release() == OK
+    for _ in range(20):  # until the question comes in time, before the wait for the reader is over
+        live = s.start(PROMPT, new=600)
+        assert live.get().ids_from_generate
+        assert live.sync() == OK, "which sees the true status"
+        is_held_back = live.status() == pb.Generating
+        began = time.monotonic()
+        while live.status() == pb.Generating:
+            assert time.monotonic() - began < 30
+        assert live.status() == FINISHED
+        assert live.release() == OK
+        if is_held_back:
+            return
+    pytest.fail("the end was told at once, every time")
+
+
+@case("3.6 #2", STATUS)
+def a_reader_who_has_everything_is_told_the_end_at_once(s: Server) -> None:
+    for _ in range(20):  # until the gateway knows in time that its last answer arrived
+        live = s.start(PROMPT, new=30, at=s.addresses[0])
+        delivered = 0
+        while delivered < 30:
+            delivered += len(live.get().ids_from_generate)
+        assert live.sync() == OK
+        status = live.status()
+        assert live.release() == OK
+        if status == FINISHED:
+            return
+    pytest.fail("the end was held back, every time")
 
 
 @case("3.6 #3", LEN, IDS)

@@ -66,10 +66,7 @@ def rates_of_the_prefix_cache_are_zero_or_add_up_to_one(s: Server) -> None:
         assert (stat.prefix_cache_hit_rate, stat.prefix_cache_miss_rate) == (0, 0), "none was asked"
         s.generate([3 + i % 90 for i in range(40)], model=name)
         stat = s.stat(name)
-        assert 0 <= stat.prefix_cache_hit_rate <= 1
-        assert abs(stat.prefix_cache_hit_rate + stat.prefix_cache_miss_rate - 1) < 1e-6 or (
-            stat.prefix_cache_hit_rate == stat.prefix_cache_miss_rate == 0
-        )
+        assert (stat.prefix_cache_hit_rate, stat.prefix_cache_miss_rate) == (0, 1), "nothing was there yet"
 
 
 @case("9 #1", "StartRequestRequest.inputs", "StartRequestRequest.config")

@@ -20,6 +20,7 @@ _COLUMNS = (
     ("percentage", 10),
 )
 _RULE = "-" * 95
+_BANNER = "*" * 19
 
 
 @dataclass(slots=True)
@@ -69,9 +70,7 @@ class Profiler:
 
 
 def _block(phase: str, timings: dict[tuple[str, str, str], _Timing]) -> str:
-    title = f"* {phase} worker"
-    rule = "*" * (len(title) + 3)
-    lines = [rule, title, rule, ""]
+    lines = [_BANNER, f"* {phase} worker", _BANNER, ""]
     for tag in _TAGS:
         rows = {key[2]: value for key, value in timings.items() if key[:2] == (phase, tag)}
         lines += [f"*** {tag} ***", _RULE, _line([name for name, _ in _COLUMNS]), _RULE]

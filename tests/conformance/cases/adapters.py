@@ -1,0 +1,48 @@
+"""Sections D, 2.4.10 and 1.5: adapters, named at Build or at their first use."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance import oracle
+from tests.conformance.server import OK, Server
+from tests.conformance.suite import case
+
+C = "GenerateConfig."
+PROMPT = [5, 9, 6, 5, 9, 7, 5]
+NEW = 24
+
+
+@case("2.4.10", "ModelStructConfig.lora_names", "LoraNames.names", "GenerateConfig.lora_name")
+def an_adapter_named_at_Build_serves_requests(s: Server) -> None:
+    adapter = adapter_of(s)
+    with s.model(lora_names=[adapter]) as name:
+        adapted = s.generate(PROMPT, model=name, new=16, lora_name=adapter)
+        assert adapted != s.generate(PROMPT, model=name, new=16)
+        oracle.check_greedy(f"{s.reference_path}-merged", PROMPT, adapted)
+
+
+def adapter_of(s: Server) -> str:
+    """The adapter that lies beside the weights of the suite's own model."""
+    if not (Path(s.reference_path) / "conformance-adapter").is_dir():
+        pytest.skip("the target's model has no directory conformance-adapter")
+    return "conformance-adapter"
+
+
+@case("D", C + "lora_name")
+def an_adapter_is_loaded_at_first_use_and_mixes_with_the_base(s: Server) -> None:
+    adapter = adapter_of(s)
+    with s.model() as name:
+        mixed = [s.start(PROMPT, model=name, new=NEW, lora_name=adapter if i % 2 else "") for i in range(6)]
+        results = [live.take_all() for live in mixed]
+    assert results[0::2] == [s.generate(PROMPT, new=NEW)] * 3
+    oracle.check_greedy(f"{s.reference_path}-merged", PROMPT, results[1])
+    assert results[1::2] == [results[1]] * 3 and results[1] != results[0]
+
+
+@case("1.5 #17", C + "lora_name")
+def a_stopped_request_lets_its_adapter_go(s: Server) -> None:
+    with s.model(lora_names=[adapter_of(s)]) as name:
+        live = s.start(PROMPT, model=name, max_length=0, lora_name=adapter_of(s))
+        assert (live.stop(), live.release()) == (OK, OK)
+        assert s.status("ReleaseModel", name) == OK
