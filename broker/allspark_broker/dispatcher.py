@@ -7,6 +7,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Container, Sequence
+from dataclasses import replace
 
 from allspark_bus import damage, keys
 from allspark_bus.errors import Damaged
@@ -16,10 +17,11 @@ from allspark_proto import fleet_pb2 as fleet
 from google.protobuf.message import DecodeError
 
 from allspark_broker.affinity import Prefix, PrefixAffinity
+from allspark_broker.forecast import Forecast, Outlook
 from allspark_broker.links import WorkerLink
 from allspark_broker.queue import RequestQueue, Waiting
-from allspark_broker.room import token_limit
 from allspark_broker.waits import Waits
+from allspark_broker.work import Work
 from allspark_broker.workers import Flight, Worker, WorkerTable
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ class Dispatcher:
         link: WorkerLink,
         new_queue: Callable[[], RequestQueue],
         affinity: PrefixAffinity,
-        work_of: Callable[[pb.StartRequestRequest], int],
+        work_of: Callable[[pb.StartRequestRequest], Work],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
@@ -49,6 +51,7 @@ class Dispatcher:
         self._clock = clock
         self.queues: dict[str, RequestQueue] = defaultdict(new_queue)
         self.waits: dict[str, Waits] = defaultdict(lambda: Waits(clock))
+        self.forecasts: dict[str, Forecast] = defaultdict(Forecast)
 
     def keep(self, models: Container[str]) -> None:
         """Forgets what belongs to other models, except queues that somebody waits in."""
@@ -56,8 +59,10 @@ class Dispatcher:
             del self.queues[name]
         for name in [n for n in self.waits if n not in models and n not in self.queues]:
             del self.waits[name]
+        for name in [n for n in self.forecasts if n not in models and n not in self.queues]:
+            del self.forecasts[name]
 
-    def reserve(self, request: pb.StartRequestRequest, rid: str) -> Worker | None:
+    def reserve(self, request: pb.StartRequestRequest, rid: str, work: Work) -> Worker | None:
         """Takes a place for a request about to be recorded: on the best worker, or (None) in the queue.
 
         `start` or `give_up` must follow.
@@ -70,12 +75,23 @@ class Dispatcher:
         if worker is None:
             queue.promise(keys.split_request_id(rid)[0])
         else:
-            worker.flights[rid] = Flight(rid, model, 0, NOT_SENT_S)
+            worker.flights[rid] = Flight(rid, model, 0, NOT_SENT_S, work=work)
         return worker
 
-    def has_free_worker(self, model: str) -> bool:
-        """Whether some worker has room for a request of the model."""
-        return any(worker.free_capacity(model) for worker in self._table)
+    def outlook(self, model: str, tenant: str, priority: int, work: Work) -> Outlook:
+        """When a request would have ended if it came now."""
+        ahead = self.queues[model].ahead_of(tenant, priority)
+        workers, forecast = self._table.serving(model), self.forecasts[model]
+        free = [worker for worker in workers if self._may_begin(worker, model, work)]
+        if not ahead.requests and (free or not workers):
+            return Outlook(0, forecast.at_once_s(free, model, work))
+        ahead = replace(ahead, usual_s=ahead.requests * self.waits[model].interval_s())
+        return Outlook(ahead.requests, forecast.end_s(workers, model, work, ahead, self._clock()))
+
+    def _may_begin(self, worker: Worker, model: str, work: Work) -> bool:
+        """Whether a worker has rows for a request that nobody else occupies."""
+        rows = worker.rows(model) + work.rows
+        return worker.free_capacity(model) > 0 and rows <= self.forecasts[model].rows(worker.models[model])
 
     def give_up(self, worker: Worker | None, model: str, rid: str) -> None:
         """Gives back the place of a request that was not recorded."""
@@ -91,8 +107,8 @@ class Dispatcher:
             self._affinity.record(prefix, worker.worker_id)
         return worker
 
-    async def start(self, worker: Worker | None, entry: Entry, work: int) -> None:
-        """Sends a request that was just recorded, or queues it. `work`: tokens, as `work_of` has it."""
+    async def start(self, worker: Worker | None, entry: Entry, work: Work) -> None:
+        """Sends a request that was just recorded, or queues it. `work` is as `work_of` has it."""
         waiting = Waiting(
             entry.request_id, entry.epoch, entry.priority, entry.created_ms, entry.deadline_ms, entry.body
         )
@@ -110,8 +126,10 @@ class Dispatcher:
         queue = self.queues[model]
         if not len(queue):
             self.waits[model].began()
-        if waiting.body and not queue.may_keep(len(waiting.body)):
+        is_kept = queue.may_keep(len(waiting.body))
+        if waiting.work is None or not is_kept:
             waiting.prefix, waiting.work = self._look_into(waiting)
+        if not is_kept:
             waiting.body = b""
         queue.push(waiting)
 
@@ -123,13 +141,13 @@ class Dispatcher:
                 await self._expire(model, [waiting])
                 continue
             if waiting.prefix is None:
-                waiting.prefix, waiting.work = self._look_into(waiting)
+                waiting.prefix, _ = self._look_into(waiting)
             worker = self._choose(model, waiting.prefix)
             if worker is None:
                 return
             queue.serve(waiting)
             # The place is taken before the first await, or two pumps would overfill the worker.
-            flight = Flight(waiting.request_id, model, waiting.epoch, NOT_SENT_S)
+            flight = Flight(waiting.request_id, model, waiting.epoch, NOT_SENT_S, work=waiting.work)
             worker.flights[waiting.request_id] = flight
             async with self._ends_damaged(waiting.request_id, worker):
                 advance = await self._ledger.advance(waiting.request_id, waiting.epoch, worker.worker_id)
@@ -140,12 +158,12 @@ class Dispatcher:
                 waiting.epoch, waiting.resume = advance.epoch, advance.num_tokens > 0
                 await self._send(worker, model, waiting)
 
-    def _look_into(self, waiting: Waiting) -> tuple[Prefix, int]:
+    def _look_into(self, waiting: Waiting) -> tuple[Prefix, Work]:
         """What the request is routed by, and what its tenant is charged for it."""
         try:
             request = pb.StartRequestRequest.FromString(waiting.body)
         except DecodeError:
-            return Prefix(), 1  # it ends when it is sent
+            return Prefix(), Work(1)  # it ends when it is sent
         return self._affinity.prefix(request), waiting.work or self.work_of(request)
 
     @contextlib.asynccontextmanager
@@ -178,8 +196,9 @@ class Dispatcher:
         flight = worker.flights[waiting.request_id] = self._flight(model, waiting)
         with damage.named(f"request {waiting.request_id}"):
             request = pb.StartRequestRequest.FromString(body)
-        if not waiting.resume and (state := worker.models.get(model)) is not None:
-            flight.token_limit = token_limit(request, state.facts.max_length)
+        flight.is_whole = not waiting.resume
+        if waiting.work is not None:
+            self.forecasts[model].sent(waiting.work)
         message = fleet.ToWorker(
             dispatch=fleet.Dispatch(
                 request_id=waiting.request_id,
@@ -196,7 +215,7 @@ class Dispatcher:
             await self.take_back(worker, flight, died=False)
 
     def _flight(self, model: str, w: Waiting) -> Flight:
-        return Flight(w.request_id, model, w.epoch, self._clock())
+        return Flight(w.request_id, model, w.epoch, self._clock(), work=w.work)
 
     async def take_back(self, worker: Worker, flight: Flight, *, died: bool) -> bool:
         """Claims a request from a worker that does not run it (any more) and queues it again; see `claim`."""
@@ -266,17 +285,17 @@ class Dispatcher:
         holder = self._table.holding(rid)
         name = holder[0].worker_id if holder else worker_id
         if holder:
-            holder[1].token_limit = 0  # how long it ran tells nothing
+            holder[1].is_whole = False
         if name:
             await self._link.send(name, fleet.ToWorker(cancel=fleet.Cancel(request_id=rid)))
 
-    async def ended(self, worker: Worker, rid: str, epoch: int) -> None:
-        """A worker let go of a request: its place is free."""
+    async def ended(self, worker: Worker, rid: str, epoch: int, num_tokens: int) -> None:
+        """A worker let go of a request, which finished with so many tokens if not 0: its place is free."""
         flight = worker.flights.get(rid)
         if flight is not None and flight.epoch == epoch:
             del worker.flights[rid]
-            if flight.token_limit > 0:
-                self.waits[flight.model].ran(self._clock() - flight.sent_s, flight.token_limit)
+            if num_tokens and flight.is_whole and flight.work is not None:
+                self.forecasts[flight.model].finished(flight.work, num_tokens)
             await self.pump(flight.model)
 
     async def expire_deadlines(self) -> None:

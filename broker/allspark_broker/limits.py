@@ -21,6 +21,7 @@ from allspark_bus.upkeep import outcomes
 from allspark_proto import allspark_service_pb2 as pb
 
 from allspark_broker.tenants import Tenants
+from allspark_broker.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -88,12 +89,12 @@ class LimitedLedger(Ledger):
 
 
 class Limits:
-    """Of the tenants that have some. `work_of` a request, in tokens."""
+    """Of the tenants that have some. `work_of` is that of a request."""
 
     def __init__(
         self,
         ledger: LimitedLedger,
-        work_of: Callable[[pb.StartRequestRequest], int],
+        work_of: Callable[[pb.StartRequestRequest], Work],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
@@ -161,7 +162,7 @@ class Limits:
         except Damaged as e:
             log.warning("%s; it does not count for its tenant's limits", e.reason)
             return
-        await self._ledger.use.reserve(rid, self._work_of(request), Quota())
+        await self._ledger.use.reserve(rid, self._work_of(request).tokens, Quota())
 
     async def keep_up(self) -> None:
         """A duty: when the limits are new, what was there before them counts too."""

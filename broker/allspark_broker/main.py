@@ -41,7 +41,7 @@ from allspark_broker.settings import BrokerSettings
 from allspark_broker.takeover import Takeover
 from allspark_broker.tenants import TenantFileError, Tenants
 from allspark_broker.texts import Texts
-from allspark_broker.work import work_of
+from allspark_broker.work import Work, work_of
 from allspark_broker.workers import STORE_DOUBT_S, WorkerTable
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class Broker:
     def _new_queue(self) -> RequestQueue:
         return RequestQueue(self._settings.max_queue, self._tenants.weight)
 
-    def _work_of(self, request: pb.StartRequestRequest) -> int:
+    def _work_of(self, request: pb.StartRequestRequest) -> Work:
         record = self._lifecycle.models.get(request.model_name)
         return work_of(request, record.model_facts().max_length if record is not None else 0)
 
@@ -241,8 +241,9 @@ class Broker:
         elif kind == "refused":
             await self._on_refused(message.worker_id, message.refused)
         elif kind == "ended":
-            await self._dispatcher.ended(worker, message.ended.request_id, message.ended.epoch)
-            await self._ledger.settle(message.ended.request_id)
+            ended = message.ended
+            await self._dispatcher.ended(worker, ended.request_id, ended.epoch, ended.num_tokens)
+            await self._ledger.settle(ended.request_id)
         elif kind == "control_reply":
             self._controls.answer(message.control_reply)
         elif kind == "goodbye":

@@ -20,6 +20,7 @@ from allspark_bus import keys, service_order
 
 from allspark_broker.affinity import Prefix
 from allspark_broker.lazy_heap import LazyHeap
+from allspark_broker.work import Work
 
 #: Bodies of the waiting requests of one model; those beyond it are read again from the ledger.
 MAX_BODY_BYTES = 64 << 20
@@ -31,8 +32,8 @@ MAX_REMEMBERED = 4096
 class Waiting:
     """A queued request. `epoch` is the one in the ledger; a dispatch raises it.
 
-    Without a `body` the ledger has it. `prefix` is what it is routed by and `work` (tokens) what its tenant
-    is charged, once they are known. `was_served`: it had its turn and came back from a worker.
+    Without a `body` the ledger has it. `prefix` is what it is routed by, once it is known, and `work` what
+    its tenant is charged (before it is pushed). `was_served`: it had its turn and came back from a worker.
     """
 
     request_id: str
@@ -44,7 +45,7 @@ class Waiting:
     resume: bool = False
     was_served: bool = False
     prefix: Prefix | None = field(default=None, repr=False)
-    work: int = 0
+    work: Work | None = None
 
     @property
     def tenant(self) -> str:
@@ -61,13 +62,46 @@ class Waiting:
         return 0 < self.deadline_ms <= now_ms
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """How many are before a request, the tokens of their prompts and outputs, and how many more than those
+    that is. `usual_s`: how long it took lately until as many had left.
+    """
+
+    requests: int
+    prompt: float = 0.0
+    output: float = 0.0
+    unknown: int = 0
+    usual_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Of some requests that wait."""
+
+    requests: int = 0
+    prompt: int = 0
+    output: int = 0
+
+    def add(self, work: Work, sign: int) -> None:
+        self.requests += sign
+        self.prompt += sign * work.prompt
+        self.output += sign * work.output
+
+    def of(self, requests: int) -> tuple[float, float, int]:
+        """Prompt and output tokens of so many of them on average; or that many unknown ones."""
+        share = requests / self.requests if self.requests else 0.0
+        return share * self.prompt, share * self.output, 0 if self.requests else requests
+
+
 @dataclass(slots=True)
 class _Backlog:
-    """What a tenant has waiting: by rank, and how many of each priority."""
+    """What a tenant has waiting: by rank, how many of each priority, and all together."""
 
     weight: float
     by_rank: LazyHeap = field(default_factory=LazyHeap)
     by_priority: Counter[int] = field(default_factory=Counter)
+    totals: _Totals = field(default_factory=_Totals)
 
 
 class RequestQueue:
@@ -94,6 +128,7 @@ class RequestQueue:
         self._num_promised = 0
         self._live: dict[str, Waiting] = {}
         self._returned = LazyHeap()
+        self._returned_totals = _Totals()
         self._deadlines = LazyHeap()
         self._backlogs: dict[str, _Backlog] = {}
         self._turns = LazyHeap()  # tenants with a backlog, by start tag
@@ -143,22 +178,28 @@ class RequestQueue:
         """Whether a body of that size may stay with its request."""
         return self.body_bytes + num_bytes <= self._max_body_bytes
 
-    def ahead_of(self, tenant: str, priority: int) -> int:
-        """About how many would be served before a new request: the tenant's own, and others in their turns.
+    def ahead_of(self, tenant: str, priority: int) -> Ahead:
+        """About what would be served before a new request: the tenant's own, and others in their turns.
 
-        As if all were equally large; what age does to priorities is left out.
+        As if those of a tenant were equally large; what age does to priorities is left out.
         """
         backlog = self._backlogs.get(tenant)
         by_priority = {} if backlog is None else backlog.by_priority
         own = sum(count for other, count in by_priority.items() if other >= priority)
         own += self._promised[tenant]
         weight = self._weight_of(tenant) if backlog is None else backlog.weight
-        others = sum(
-            min(self._num_of(name), math.ceil((own + 1) * other.weight / weight))
+        parts = [
+            (other, min(self._num_of(name), math.ceil((own + 1) * other.weight / weight)))
             for name, other in self._backlogs.items()
             if name != tenant
-        )
-        return len(self._returned) + own + others
+        ]
+        counted = [
+            (len(self._returned), self._returned_totals),
+            (own, backlog.totals if backlog else _Totals()),
+        ]
+        counted += [(count, other.totals) for other, count in parts]
+        prompts, outputs, unknown = zip(*[totals.of(count) for count, totals in counted], strict=True)
+        return Ahead(sum(count for count, _ in counted), sum(prompts), sum(outputs), sum(unknown))
 
     def push(self, waiting: Waiting) -> None:
         """Adds a request, or replaces the entry of the same id."""
@@ -168,8 +209,10 @@ class RequestQueue:
         self.body_bytes += len(waiting.body)
         if waiting.deadline_ms > 0:
             self._deadlines.push(rid, waiting.deadline_ms)
+        work = waiting.work or Work(0)
         if waiting.was_served:
             self._returned.push(rid, waiting.rank)
+            self._returned_totals.add(work, 1)
             return
         tenant = waiting.tenant
         backlog = self._backlogs.get(tenant)
@@ -179,6 +222,7 @@ class RequestQueue:
             self._finish.pop(tenant, None)
         backlog.by_rank.push(rid, waiting.rank)
         backlog.by_priority[waiting.priority] += 1
+        backlog.totals.add(work, 1)
 
     def _start(self, tenant: str) -> float:
         if tenant in self._turns:
@@ -197,16 +241,16 @@ class RequestQueue:
         tenant, start = waiting.tenant, self._start(waiting.tenant)
         self.remove(waiting.request_id)
         if not waiting.was_served:
-            self._charge(tenant, start, waiting.work)
+            self._charge(tenant, start, waiting.work or Work(0))
 
-    def charge(self, tenant: str, work: int) -> None:
+    def charge(self, tenant: str, work: Work) -> None:
         """Counts what went to a worker without waiting."""
         self._charge(tenant, self._start(tenant), work)
 
-    def _charge(self, tenant: str, start: float, work: int) -> None:
+    def _charge(self, tenant: str, start: float, work: Work) -> None:
         self._virtual = max(self._virtual, start)
         weight = self._weight_of(tenant)
-        finish = start + work / weight
+        finish = start + work.tokens / weight
         if (backlog := self._backlogs.get(tenant)) is not None:
             backlog.weight = weight
             self._turns.push(tenant, finish)
@@ -227,7 +271,9 @@ class RequestQueue:
             return False
         self.body_bytes -= len(waiting.body)
         self._deadlines.remove(rid)
-        if not self._returned.remove(rid):
+        if self._returned.remove(rid):
+            self._returned_totals.add(waiting.work or Work(0), -1)
+        else:
             self._leave(waiting)
         return True
 
@@ -236,6 +282,7 @@ class RequestQueue:
         backlog = self._backlogs[tenant]
         backlog.by_rank.remove(waiting.request_id)
         backlog.by_priority[waiting.priority] -= 1
+        backlog.totals.add(waiting.work or Work(0), -1)
         if not backlog.by_rank:
             start = self._turns.rank(tenant)
             self._turns.remove(tenant)
@@ -258,5 +305,11 @@ class RequestQueue:
         for backlog in backlogs:
             assert backlog.by_rank, "an empty backlog has a turn"
             assert +backlog.by_priority == Counter(self._live[rid].priority for rid in backlog.by_rank)
+        for totals, heap in (
+            (self._returned_totals, self._returned),
+            *[(b.totals, b.by_rank) for b in backlogs],
+        ):
+            works = [self._live[rid].work or Work(0) for rid in heap]
+            assert totals == _Totals(len(works), sum(w.prompt for w in works), sum(w.output for w in works))
         assert self.body_bytes == sum(len(w.body) for w in self._live.values())
         assert self._num_promised == self._promised.total()

@@ -103,9 +103,10 @@ class Requests:
             if not is_used and not rich_text.is_embedding(request, key):
                 log.warning("request %s: input tensor %r is not used", rid, key)
         self._check_place(envelope)
-        queue, waits = self._dispatcher.queues[record.name], self._dispatcher.waits[record.name]
-        may_run = self._dispatcher.has_free_worker(record.name)
-        room.check_deadline(envelope, queue, waits, record.model_facts(), may_run=may_run)
+        if envelope.deadline_unix_ms:
+            work = self._dispatcher.work_of(request)
+            outlook = self._dispatcher.outlook(record.name, envelope.tenant, envelope.priority, work)
+            room.check_deadline(envelope, outlook, self._dispatcher.waits[record.name])
 
     def _check_place(self, envelope: fleet.Envelope) -> None:
         name = self._lifecycle.serving(envelope.start_request.model_name).name
@@ -115,7 +116,8 @@ class Requests:
         request = envelope.start_request
         if response_format.document(request.config.response_format) is None:
             request.config.ClearField("vocab")  # megabytes that nothing will read
-        worker = self._dispatcher.reserve(request, rid)
+        work = self._dispatcher.work_of(request)
+        worker = self._dispatcher.reserve(request, rid, work)
         entry = Entry(
             rid,
             request.model_name,
@@ -128,10 +130,10 @@ class Requests:
             0,
             0,
         )
-        outcome, tag, work = "failed", "", self._dispatcher.work_of(request)
+        outcome, tag = "failed", ""
         generation = self._lifecycle.serving(request.model_name).generation
         try:
-            tag = await self.limits.take(rid, work)
+            tag = await self.limits.take(rid, work.tokens)
             admission = await self._ledger.admit(entry, digest, envelope.sent_unix_ms)
             if admission.outcome == "new" and admission.generation != generation:
                 await self._check_again(envelope, rid, tag)

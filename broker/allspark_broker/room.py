@@ -1,11 +1,10 @@
 """Whether a request may join its model's queue: what would wait too long is denied early (R6, R12)."""
 
-from allspark_bus import tensors
 from allspark_bus.errors import Denied
 from allspark_bus.ledger import now_ms
-from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
+from allspark_broker.forecast import Outlook
 from allspark_broker.queue import RequestQueue
 from allspark_broker.waits import Waits
 
@@ -32,28 +31,23 @@ def check_place(envelope: fleet.Envelope, queue: RequestQueue, waits: Waits) -> 
         )
 
 
-def check_deadline(
-    envelope: fleet.Envelope, queue: RequestQueue, waits: Waits, limits: fleet.ModelFacts, *, may_run: bool
-) -> None:
-    """Raises Denied for a request that would have to queue and, by what others took, end after its deadline.
+def check_deadline(envelope: fleet.Envelope, outlook: Outlook, waits: Waits) -> None:
+    """Raises Denied for a request that would most likely end after its deadline.
 
-    One that need not queue (`may_run`: a worker has room) is taken in any case: how long it runs is its
-    client's choice.
+    While it is not known how fast the model is, only what begins at once is taken.
     """
-    ahead = queue.ahead_of(envelope.tenant, envelope.priority)
-    if not envelope.deadline_unix_ms or (may_run and not ahead):
-        return
-    left_s = (envelope.deadline_unix_ms - now_ms()) / 1000
-    end_s = waits.end_s(ahead, token_limit(envelope.start_request, limits.max_length))
-    if end_s > left_s:
-        request = envelope.start_request
+    request, ahead = envelope.start_request, outlook.ahead
+    before = f"{ahead} requests for model {request.model_name!r} and those on its workers are before it"
+    if outlook.end_s is None:
         raise Denied(
-            f"request {request.config.uuid!r} would end in about {end_s:.1f} s, {end_s - left_s:.1f} s after "
-            f"its deadline: {ahead} requests for model {request.model_name!r} are before it",
-            retry_after_ms=waits.hint_of_s(end_s - left_s),
+            f"request {request.config.uuid!r} has a deadline, and it is not known yet how fast the model is: "
+            f"{before}",
+            retry_after_ms=waits.hint_of_s(0),
         )
-
-
-def token_limit(request: pb.StartRequestRequest, max_length: int) -> int:
-    """The most tokens that a checked request may generate."""
-    return (request.config.max_length or max_length) - len(tensors.prompt_ids(request))
+    left_s = (envelope.deadline_unix_ms - now_ms()) / 1000
+    if outlook.end_s and outlook.end_s > left_s:
+        raise Denied(
+            f"request {request.config.uuid!r} would end in about {outlook.end_s:.1f} s, "
+            f"{outlook.end_s - left_s:.1f} s after its deadline: {before}",
+            retry_after_ms=waits.hint_of_s(outlook.end_s - left_s),
+        )

@@ -1,47 +1,18 @@
-"""How long a request of one model would wait and run, from those that did lately. Pure."""
+"""How fast the queue of one model moves, from what left it lately. Pure."""
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
-#: Fewer observations are no ground to deny a deadline for, or to tell a rate.
+#: Fewer observations are no ground to tell a rate.
 MIN_SEEN = 8
 #: An estimate is over about so many of the latest departures.
 MEMORY = 64
-#: Weights of the newest sample in a mean and its mean deviation, and how many deviations a careful estimate
-#: adds: as TCP estimates its round trips (RFC 6298, section 2).
-GAIN, DEVIATION_GAIN, DEVIATIONS = 1 / 8, 1 / 4, 4
-
-#: Waiting is estimated longer than it was of late: a fleet serves somewhat less when more is asked of it.
-MARGIN = 1.25
-
 FIRST_HINT_MS = 1000  # while nothing is known
 MIN_HINT_MS, MAX_HINT_MS = 50, 30_000
 #: Denied clients are sent back over this span around the estimate, so that they do not come back together.
 JITTER = 0.5
 #: Longest time that a gateway may deny by itself; see `Waits.full_for_ms`.
 MAX_FULL_MS = 50
-
-
-@dataclass(slots=True)
-class _Run:
-    """Seconds that a worker takes for a token of a request's limit: mean and mean deviation."""
-
-    seen: int = 0
-    mean_s: float = 0.0
-    deviation_s: float = 0.0
-
-    def add(self, sample_s: float) -> None:
-        if self.seen == 0:
-            self.mean_s, self.deviation_s = sample_s, sample_s / 2
-        else:
-            self.deviation_s += DEVIATION_GAIN * (abs(sample_s - self.mean_s) - self.deviation_s)
-            self.mean_s += GAIN * (sample_s - self.mean_s)
-        self.seen += 1
-
-    def careful_s(self) -> float:
-        """What few samples exceed."""
-        return self.mean_s + DEVIATIONS * self.deviation_s if self.seen >= MIN_SEEN else 0.0
 
 
 class Waits:
@@ -59,7 +30,6 @@ class Waits:
         self._departures = 0.0  # of late, the older the less they weigh
         self._span_s = 0.0  # in which they came
         self._since_s = 0.0  # the last departure, or when the queue began to fill
-        self._run = _Run()
 
     def began(self) -> None:
         """A request joins an empty queue."""
@@ -73,10 +43,6 @@ class Waits:
         self._since_s = now_s
         self._seen += 1
 
-    def ran(self, seconds: float, token_limit: int) -> None:
-        """A worker is through with a request that might have generated so many tokens."""
-        self._run.add(seconds / max(1, token_limit))
-
     def interval_s(self) -> float:
         """Mean time between departures, 0 if it is not known; it grows while nothing departs."""
         if self._seen < MIN_SEEN:
@@ -84,13 +50,6 @@ class Waits:
         open_s = self._clock() - self._since_s
         mean_s = self._span_s / self._departures
         return max(mean_s, (self._span_s + open_s) / (self._departures + 1))
-
-    def end_s(self, ahead: int, token_limit: int) -> float:
-        """Seconds in which a request behind `ahead` others has ended most likely; 0 if that is not known."""
-        interval_s = self.interval_s()
-        if not interval_s:
-            return 0.0
-        return MARGIN * (ahead + 1) * interval_s + self._run.careful_s() * max(1, token_limit)
 
     def hint_ms(self, ahead: int) -> int:
         """When to try again: about when half of those that wait have left."""

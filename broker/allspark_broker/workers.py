@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from allspark_proto import fleet_pb2 as fleet
 
+from allspark_broker.work import Work
+
 #: Heartbeats in a row that could not be handed to a worker's connection before it counts as dead: a killed
 #: process closes its socket, and that is known long before its silence is.
 MAX_UNREACHABLE = 2
@@ -20,7 +22,8 @@ LOAD_FACTOR = 1.25
 class Flight:
     """A request that a worker holds. `accepted`: it said so (only then can it have run).
 
-    `token_limit`: the most tokens it may generate, if the time it runs is worth measuring; else 0.
+    `work`: what it may be, if this broker sent it. `is_told`: the worker's last figures include it.
+    `is_whole`: it began here, and nobody ended it, so what it generates tells what requests use.
     """
 
     request_id: str
@@ -28,7 +31,9 @@ class Flight:
     epoch: int
     sent_s: float
     accepted: bool = False
-    token_limit: int = 0
+    work: Work | None = None
+    is_told: bool = False
+    is_whole: bool = False
 
 
 @dataclass(slots=True)
@@ -36,6 +41,7 @@ class Worker:
     """One worker process, by its own id, which is also its socket identity.
 
     `is_mute`: it left a dispatch unacknowledged and has accepted none and not announced itself since.
+    `told_s`: when its last figures came.
     """
 
     worker_id: str
@@ -46,12 +52,22 @@ class Worker:
     is_mute: bool = False
     seconds_since_step: float = 0.0
     store_silent_s: float = 0.0
+    told_s: float = 0.0
     models: dict[str, fleet.WorkerModel] = field(default_factory=dict)
     flights: dict[str, Flight] = field(default_factory=dict)
 
     def load(self, model: str) -> int:
         """Requests of a model that it holds."""
         return sum(1 for f in self.flights.values() if f.model == model)
+
+    def rows(self, model: str) -> int:
+        """Sequences of the requests of a model that it holds."""
+        flights = [f for f in self.flights.values() if f.model == model]
+        return sum(1 if f.work is None else f.work.rows for f in flights)
+
+    def has_free_row(self, model: str) -> bool:
+        """Whether its batch is not full."""
+        return self.rows(model) < self.models[model].facts.max_batch
 
     def free_capacity(self, model: str) -> int:
         """Requests of a model that it would take now; 0 unless it runs the model and can be reached."""
@@ -99,6 +115,7 @@ class WorkerTable:
             if h.request_id not in worker.flights:
                 flight = Flight(h.request_id, h.model, h.epoch, self._clock(), accepted=True)
                 worker.flights[h.request_id] = flight
+        self._was_told(worker)
         return worker, lost
 
     def heartbeat(self, worker: Worker, message: fleet.WorkerHeartbeat) -> None:
@@ -108,6 +125,13 @@ class WorkerTable:
         worker.seconds_since_step = message.seconds_since_step
         worker.store_silent_s = message.store_silent_s
         worker.models = {m.name: m for m in message.models}
+        self._was_told(worker)
+
+    def _was_told(self, worker: Worker) -> None:
+        """A worker's figures came; they include what it said it had accepted."""
+        worker.told_s = self._clock()
+        for flight in worker.flights.values():
+            flight.is_told = flight.accepted
 
     def accepted(self, worker: Worker, message: fleet.Accepted) -> None:
         """A worker took a request, from this broker or from another one."""
@@ -139,6 +163,7 @@ class WorkerTable:
         """This process did not run for so long: who could not be heard meanwhile was not silent."""
         for worker in self._workers.values():
             worker.last_seen_s += seconds
+            worker.told_s += seconds
             for flight in worker.flights.values():
                 flight.sent_s += seconds
 
@@ -163,6 +188,8 @@ class WorkerTable:
         candidates = [w for w in self if w.worker_id not in excluded and w.free_capacity(model) > 0]
         # What a mute worker swallowed would come back to it for ever: having lost it, it has the least load.
         candidates = [w for w in candidates if not w.is_mute] or candidates
+        # Elsewhere it would wait for a row of the batch, which costs more than its prefix.
+        candidates = [w for w in candidates if w.has_free_row(model)] or candidates
         if prefer and (near := _within_load(candidates, model)):
             candidates = near
         gain = prefer or {}
@@ -171,6 +198,11 @@ class WorkerTable:
             key=lambda w: (-gain.get(w.worker_id, 0), w.load(model), len(w.flights), w.worker_id),
             default=None,
         )
+
+    def serving(self, model: str) -> list[Worker]:
+        """Workers that run a model and are not leaving."""
+        running = [w for w in self if (state := w.models.get(model)) and state.state == "running"]
+        return [w for w in running if not w.draining]
 
     def holding(self, rid: str) -> tuple[Worker, Flight] | None:
         """Who holds a request."""

@@ -892,6 +892,7 @@ class WorkerModel(_message.Message):
     CAPACITY_FIELD_NUMBER: _builtins.int
     STAT_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     generation: _builtins.int
     """of the catalogue record this state belongs to"""
@@ -908,6 +909,10 @@ class WorkerModel(_message.Message):
     def stat(self) -> _allspark_service_pb2.AsEngineStat: ...
     @_builtins.property
     def facts(self) -> Global___ModelFacts: ...
+    @_builtins.property
+    def engine(self) -> Global___Progress:
+        """of a model that runs"""
+
     def __init__(
         self,
         *,
@@ -920,14 +925,53 @@ class WorkerModel(_message.Message):
         capacity: _builtins.int = ...,
         stat: _allspark_service_pb2.AsEngineStat | None = ...,
         facts: Global___ModelFacts | None = ...,
+        engine: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "stat", b"stat"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "facts", b"facts", "stat", b"stat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_status", b"as_status", "capacity", b"capacity", "facts", b"facts", "generation", b"generation", "name", b"name", "progress", b"progress", "reason", b"reason", "stat", b"stat", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_status", b"as_status", "capacity", b"capacity", "engine", b"engine", "facts", b"facts", "generation", b"generation", "name", b"name", "progress", b"progress", "reason", b"reason", "stat", b"stat", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerModel: _TypeAlias = WorkerModel  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """How fast an engine is of late, and what its requests have left: what a broker judges deadlines by."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FULL_STEP_S_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PROMPT_LEFT_FIELD_NUMBER: _builtins.int
+    OUTPUT_LEFT_FIELD_NUMBER: _builtins.int
+    NEXT_STEP_S_FIELD_NUMBER: _builtins.int
+    full_step_s: _builtins.float
+    """a step that decodes a full batch; 0: not measured yet"""
+    prompt_token_s: _builtins.float
+    """what a token of a prompt takes; 0: not measured yet"""
+    prompt_left: _builtins.int
+    """tokens to compute"""
+    output_left: _builtins.int
+    """tokens that may still be generated, over all sequences"""
+    next_step_s: _builtins.float
+    """a step that decodes one row more than the batch has now; 0: not measured yet"""
+    def __init__(
+        self,
+        *,
+        full_step_s: _builtins.float = ...,
+        prompt_token_s: _builtins.float = ...,
+        prompt_left: _builtins.int = ...,
+        output_left: _builtins.int = ...,
+        next_step_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full_step_s", b"full_step_s", "next_step_s", b"next_step_s", "output_left", b"output_left", "prompt_left", b"prompt_left", "prompt_token_s", b"prompt_token_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class ModelFacts(_message.Message):
@@ -1047,17 +1091,21 @@ class Ended(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     epoch: _builtins.int
+    num_tokens: _builtins.int
+    """that it generated, if it finished by itself; else 0"""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_tokens", b"num_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

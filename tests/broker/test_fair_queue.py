@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import hypothesis.strategies as st
 from allspark_broker.lazy_heap import LazyHeap
-from allspark_broker.queue import MAX_REMEMBERED, RequestQueue, Waiting
+from allspark_broker.queue import MAX_REMEMBERED, Ahead, RequestQueue, Waiting
+from allspark_broker.work import Work
 from allspark_bus.service_order import AGEING_S, rank
 from hypothesis import given, settings
 
@@ -14,7 +15,7 @@ AGEING_MS = int(AGEING_S * 1000)
 
 
 def waiting(rid: str, work: int = 1, priority: int = 0, created_ms: int = 0, deadline_ms: int = 0) -> Waiting:
-    return Waiting(rid, 0, priority, created_ms, deadline_ms, work=work)
+    return Waiting(rid, 0, priority, created_ms, deadline_ms, work=Work(0, work))
 
 
 def serve(queue: RequestQueue) -> str:
@@ -65,9 +66,9 @@ class History:
                 taken = self.model.pop(rid)
                 mates = [w for w in self.model.values() if w.tenant == taken.tenant]
                 assert all(taken.rank <= mate.rank for mate in mates)
-                self.served.append((taken.tenant, taken.work))
+                self.served.append((taken.tenant, taken.work.tokens))
         elif op == "direct" and not self.model:
-            self.queue.charge(tenant, number)
+            self.queue.charge(tenant, Work(0, number))
         elif op == "remove" and self.model:
             rid = sorted(self.model)[number % len(self.model)]
             assert self.queue.remove(rid)
@@ -119,7 +120,7 @@ def test_shares_follow_the_weights_whatever_the_sizes() -> None:
     while sum(work.values()) < 4000:
         request = queue.peek()
         assert request is not None
-        work[request.tenant] += request.work
+        work[request.tenant] += request.work.tokens
         queue.serve(request)
     assert abs(work["small"] - 1000) <= 60
     assert abs(work["large"] - 1000) <= 60
@@ -159,7 +160,7 @@ def test_leaving_and_coming_back_does_not_clear_what_was_charged() -> None:
 def test_what_goes_to_a_worker_at_once_counts_too() -> None:
     queue = RequestQueue(100)
     for _ in range(5):
-        queue.charge("a", 10)
+        queue.charge("a", Work(4, 6))
     queue.push(waiting("a/1", 10, created_ms=1))
     queue.push(waiting("b/1", 10, created_ms=2))
     assert [serve(queue), serve(queue)] == ["b/1", "a/1"]
@@ -250,13 +251,16 @@ def test_places_of_requests_that_are_being_recorded_are_taken() -> None:
 
 def test_how_many_are_ahead_follows_from_the_turns() -> None:
     queue = RequestQueue(100, {"a": 1.0, "b": 2.0, "new": 1.0}.__getitem__)
-    fill(queue, "a", 10, priority=1)
-    fill(queue, "b", 10)
-    assert queue.ahead_of("a", 1) == 10 + 10
-    assert queue.ahead_of("a", 2) == 2
-    assert queue.ahead_of("new", -100) == 1 + 2
+    fill(queue, "a", 10, work=5, priority=1)
+    fill(queue, "b", 10, work=7)
+    assert queue.ahead_of("a", 1) == Ahead(10 + 10, 0, 10 * 5 + 10 * 7)
+    assert queue.ahead_of("a", 2) == Ahead(2, 0, 2 * 7)
+    assert queue.ahead_of("new", -100) == Ahead(1 + 2, 0, 5 + 2 * 7)
+    queue.push(Waiting("b/back", 1, 0, 0, was_served=True, work=Work(3, 4)))
+    assert queue.ahead_of("new", 0) == Ahead(1 + 1 + 2, 3, 4 + 5 + 2 * 7)
+    queue.remove("b/back")
     queue.promise("new")
-    assert queue.ahead_of("new", 0) == 1 + 2 + 4
+    assert queue.ahead_of("new", 0) == Ahead(1 + 2 + 4, 0, 2 * 5 + 4 * 7, unknown=1)
 
 
 def test_the_bound_holds_however_many_tenants_there_are() -> None:
@@ -272,7 +276,7 @@ def test_the_bound_holds_however_many_tenants_there_are() -> None:
 def test_memory_is_bounded_when_tenants_come_and_go() -> None:
     queue = RequestQueue(10)
     for i in range(3 * MAX_REMEMBERED):
-        queue.charge(f"t{i}", 10)
+        queue.charge(f"t{i}", Work(0, 10))
     assert len(queue._finish) <= MAX_REMEMBERED
     queue.push(waiting("x/y"))
     for _ in range(10_000):

@@ -5,6 +5,7 @@ from allspark_broker.affinity import PrefixAffinity
 from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.orphans import CONFIRM_S, STALE_S, TTL_S, Orphans
 from allspark_broker.queue import RequestQueue
+from allspark_broker.work import Work
 from allspark_broker.workers import WorkerTable
 from allspark_bus import keys
 from allspark_bus.ledger import RELEASE, Append, Ending, Entry, Ledger, Ttl, now_ms
@@ -55,7 +56,7 @@ class Broker:
             self.link,  # type: ignore[arg-type]
             lambda: RequestQueue(100),
             affinity,
-            lambda _: 1,
+            lambda _: Work(1),
             self.clock,
         )
         self.presence = Presence(store, name, LONG_S)
@@ -96,7 +97,7 @@ async def test_a_retry_of_what_a_worker_holds_leaves_it_there(store: Store) -> N
     model = fleet.WorkerModel(name="m", state="running", capacity=4)
     held = fleet.HeldRequest(request_id=RID, epoch=1, model="m")
     broker.table.announce("w", fleet.Announce(models=[model], held=[held]))
-    place = broker.dispatcher.reserve(request("u", [1], 3), RID)
+    place = broker.dispatcher.reserve(request("u", [1], 3), RID, Work(1, 3))
     broker.dispatcher.give_up(place, "m", RID)
     assert broker.table.holding(RID) is not None
 

@@ -101,13 +101,13 @@ def test_a_bad_file_is_refused_and_says_where(text: str, problem: str, tmp_path:
 
 
 def test_work_is_prompt_and_granted_output_of_all_sequences() -> None:
-    assert work_of(request("u", [1] * 4, 6), 100) == 10
-    assert work_of(request("u", [1] * 4, 6, num_return_sequences=3), 100) == 4 + 18
+    assert work_of(request("u", [1] * 4, 6), 100).tokens == 10
+    assert work_of(request("u", [1] * 4, 6, num_return_sequences=3), 100).tokens == 4 + 18
     unbounded = request("u", [1] * 4, 6)
     unbounded.config.max_length = 0
-    assert work_of(unbounded, 100) == 100
-    assert work_of(request("u", [1] * 4, 6, probe_only=True), 100) == 4
-    assert work_of(pb.StartRequestRequest(), 100) == 1
+    assert work_of(unbounded, 100).tokens == 100
+    assert work_of(request("u", [1] * 4, 6, probe_only=True), 100).tokens == 4
+    assert work_of(pb.StartRequestRequest(), 100).tokens == 1
 
 
 async def test_open_requests_are_limited_over_all_brokers(store: Store, file: Path) -> None:

@@ -1,13 +1,13 @@
 """Estimates of waiting: rates of simulated queues, hints and their spread, denials for a deadline."""
 
-import itertools
 import random
 
 import numpy as np
 import pytest
+from allspark_broker.forecast import Outlook
 from allspark_broker.queue import RequestQueue, Waiting
 from allspark_broker.room import QueueFull, check_deadline, check_place
-from allspark_broker.waits import MARGIN, MAX_FULL_MS, MAX_HINT_MS, MIN_HINT_MS, MIN_SEEN, Waits
+from allspark_broker.waits import MAX_FULL_MS, MAX_HINT_MS, MIN_HINT_MS, MIN_SEEN, Waits
 from allspark_bus.errors import Denied
 from allspark_bus.ledger import now_ms
 from allspark_proto import allspark_service_pb2 as pb
@@ -54,7 +54,7 @@ def queue_of(count: int, bound: int = 1000, priority: int = 0) -> RequestQueue:
 
 def test_nothing_is_estimated_before_enough_was_seen() -> None:
     waits = observed(Clock(), [0.1] * (MIN_SEEN - 1))
-    assert (waits.interval_s(), waits.end_s(50, 10), waits.full_for_ms()) == (0, 0, 0)
+    assert (waits.interval_s(), waits.full_for_ms()) == (0, 0)
     assert waits.hint_ms(50) == 1000
 
 
@@ -63,7 +63,6 @@ def test_the_rate_is_that_of_the_departures_even_in_batches(batch: int) -> None:
     """Whole batches leave at once, 20 departures a second on average."""
     waits = observed(Clock(), ([0.0] * (batch - 1) + [0.05 * batch]) * (400 // batch))
     assert waits.interval_s() == pytest.approx(0.05, rel=0.1)
-    assert waits.end_s(99, 10) == pytest.approx(MARGIN * 5.0, rel=0.1)
     assert waits.hint_ms(100) == pytest.approx(2500, rel=0.1), "half of the queue has left by then"
 
 
@@ -80,14 +79,6 @@ def test_the_estimate_grows_while_nothing_departs() -> None:
     waits = observed(clock, [0.01] * 64)
     clock.now += 65
     assert waits.interval_s() > 1.0
-
-
-def test_running_time_counts_with_its_deviation() -> None:
-    waits = observed(Clock(), [0.01] * 64)
-    for seconds in itertools.islice(itertools.cycle([0.8, 1.2]), 200):
-        waits.ran(seconds, 10)
-    assert 0.01 + 1.0 < waits.end_s(0, 10) < 0.01 + 2.5
-    assert waits.end_s(0, 20) > 1.9 * waits.end_s(0, 10) - 0.02
 
 
 def test_hints_are_spread_and_bounded() -> None:
@@ -111,17 +102,15 @@ def test_a_full_queue_denies_with_a_hint_and_promised_places_count() -> None:
 
 
 def test_a_deadline_that_cannot_be_kept_is_denied_and_no_other() -> None:
-    waits, limits = observed(Clock(), [0.1] * 64), fleet.ModelFacts(max_length=100)
-    queue = queue_of(100)
-    with pytest.raises(Denied, match="after its deadline: 100 requests") as raised:
-        check_deadline(envelope(5_000), queue, waits, limits, may_run=False)
-    assert 5_000 < raised.value.retry_after_ms < 10_000
-    check_deadline(envelope(20_000), queue, waits, limits, may_run=False)
-    check_deadline(envelope(), queue, waits, limits, may_run=False)
-    check_deadline(envelope(5_000, priority=1), queue, waits, limits, may_run=False)  # nobody is before it
-    check_deadline(envelope(1), RequestQueue(10), waits, limits, may_run=True)  # it need not queue
-    with pytest.raises(Denied, match="0 requests"):
-        check_deadline(envelope(50), RequestQueue(10), waits, limits, may_run=False)
+    waits = observed(Clock(), [0.1] * 64)
+    with pytest.raises(Denied, match=r"5\.0 s after its deadline: 100 requests") as raised:
+        check_deadline(envelope(5_000), Outlook(100, 9.99), waits)
+    assert 4_900 < raised.value.retry_after_ms < 5_100
+    check_deadline(envelope(20_000), Outlook(100, 9.99), waits)
+    check_deadline(envelope(50), Outlook(0, 0.0), waits)
+    with pytest.raises(Denied, match="not known yet") as raised:
+        check_deadline(envelope(3_600_000), Outlook(1, None), waits)
+    assert raised.value.retry_after_ms > 0
 
 
 def test_bodies_beyond_the_bound_do_not_stay_and_the_books_balance() -> None:

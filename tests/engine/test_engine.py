@@ -284,6 +284,25 @@ def test_statistics_are_real(make_engine: Maker) -> None:
     assert stat.used_span == 0 and stat.last_step_s == 1002.0 and stat.steps > 10
 
 
+def test_what_requests_have_left_and_how_long_steps_take_is_told(make_engine: Maker) -> None:
+    engine = make_engine(span_size=16, max_batch=2, prefill_chunk=32)
+    idle = engine.stat()
+    assert (idle.full_step_s, idle.prompt_token_s, idle.prompt_left, idle.output_left) == (0, 0, 0, 0)
+    for name in ("a", "b", "c"):
+        engine.submit(request(name, random_prompt(20), 10))
+    engine.submit(request("pair", random_prompt(8), 10, num_beams=2))
+    assert (engine.stat().prompt_left, engine.stat().output_left) == (68, 50)
+    engine.step()  # a with its first token, and twelve tokens of b
+    assert (engine.stat().prompt_left, engine.stat().output_left) == (36, 49)
+    assert engine.stat().prompt_token_s > 0
+    engine.step()
+    assert engine.stat().full_step_s == 0, "no step has only decoded"
+    engine.step()
+    assert engine.stat().full_step_s == engine.stat().next_step_s > 0
+    run_all(engine, [])
+    assert (engine.stat().prompt_left, engine.stat().output_left) == (0, 0)
+
+
 def test_recomputed_prompts_are_counted_once(make_engine: Maker) -> None:
     engine = make_engine()
     engine.submit(request("a", random_prompt(20), 5))

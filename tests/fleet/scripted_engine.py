@@ -24,6 +24,7 @@ from allspark_workers.engine.errors import (
     ModelMemoryError,
     UnsupportedModelError,
 )
+from allspark_workers.engine.step_times import StepTimes
 from allspark_workers.engine.types import (
     EngineRequest,
     EngineStat,
@@ -88,6 +89,7 @@ class ScriptedEngine:
         self._requests: dict[str, _Running] = {}
         self._steps = 0
         self._generated = 0
+        self._times = StepTimes()
         self._last_step_s = 0.0
         self._poisoned = 0
         for name in config.lora_names:
@@ -160,9 +162,12 @@ class ScriptedEngine:
 
     def wait_for_work(self, timeout: float) -> bool:
         with self._lock:
+            if not self._active():
+                self._times.idle()
             return self._lock.wait_for(lambda: bool(self._active()), timeout)
 
     def step(self) -> list[StepOutput]:
+        self._times.begin(time.monotonic())
         if delay := self.options.get("step_s", 0.0):
             time.sleep(delay)  # the time a real step takes
         with self._lock:
@@ -173,6 +178,7 @@ class ScriptedEngine:
             self._steps += 1
             self._generated += sum(len(o.tokens) for o in outputs)
             self._last_step_s = time.monotonic()
+            self._times.step(sum(bool(o.tokens) for o in outputs), 0, 0, self._last_step_s)
         return outputs
 
     def _advance(self, r: _Running) -> StepOutput:
@@ -203,11 +209,16 @@ class ScriptedEngine:
             threading.Event().wait()
 
     def stat(self) -> EngineStat:
-        used = 4 * len(self._requests)
+        with self._lock:
+            live = list(self._requests.values())
+        used = 4 * len(live)
         return EngineStat(
             4096, used, 4096 - used, (4096 - used) // 4 * SPAN, SPAN * 32,
-            0, len(self._requests), 0, 0, self._generated, 0, 0.0, 0.0,
+            0, len(live), 0, 0, self._generated, 0, 0.0, 0.0,
             steps=self._steps, last_step_s=self._last_step_s,
+            full_step_s=self._times.step_s(self.facts.max_batch),
+            next_step_s=self._times.step_s(min(self.facts.max_batch, len(live) + 1)),
+            output_left=sum(len(r.plan) - len(r.generated) for r in live),
         )  # fmt: skip
 
     def profile(self, reset: bool = True) -> str:

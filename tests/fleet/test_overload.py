@@ -1,6 +1,7 @@
 """More than a fleet can serve: exact bounds, denials with a hint, deadlines that are kept or told early."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,38 @@ async def test_a_burst_never_gets_more_places_than_there_are(make_fleet: Callabl
     assert list((await f.result("later")).tokens) == expected_tokens([5], 3)
 
 
+async def measure(f: MiniFleet) -> None:
+    """Until the broker knows how fast the model is: then it takes what has a deadline and has to wait."""
+    assert (await start(f, "measured", [3], 20)).as_status == 0
+    assert list((await f.result("measured")).tokens) == expected_tokens([3], 20)
+    stuck = [f"stuck{n}" for n in range(CAPACITY)]
+    assert not any(r.as_status for r in await asyncio.gather(*[start(f, u, [STUCK], 1) for u in stuck]))
+    deadline_s = time.monotonic() + 30
+    while (reply := await start(f, "probe", [5], 1, deadline_in_ms=60_000)).as_status:
+        assert "not known yet" in reply.reason, reply.reason
+        assert time.monotonic() < deadline_s, "no worker told how fast it is"
+        await asyncio.sleep(0.05)
+    await release(f, [*stuck, "probe", "measured"])
+
+
+async def test_before_anything_ran_nothing_is_promised_to_who_would_wait(
+    make_fleet: Callable[..., Any],
+) -> None:
+    """The batch is full: those after it wait without a deadline, or hear that it is not known how long."""
+    f = await make_fleet()
+    assert (await start(f, "first", [STUCK], 4, deadline_in_ms=3_600_000)).as_status == 0
+    denied = await start(f, "second", [STUCK], 4, deadline_in_ms=3_600_000)
+    assert denied.as_status == pb.ALLSPARK_REQUEST_DENIED and denied.retry_after_ms > 0
+    assert "not known yet" in denied.reason
+    assert (await start(f, "third", [STUCK], 4)).as_status == 0
+    await release(f, ["first", "third"])
+
+
 async def test_what_expires_in_the_queue_ends_as_deadline_and_reaches_no_engine(
     make_fleet: Callable[..., Any],
 ) -> None:
     f = await make_fleet()
+    await measure(f)
     for n in range(CAPACITY):
         assert (await start(f, f"first{n}", [STUCK], 4)).as_status == 0
     uuids = [f"u{n}" for n in range(200)]
@@ -92,12 +121,9 @@ async def test_what_expires_in_the_queue_ends_as_deadline_and_reaches_no_engine(
 
 
 async def test_a_deadline_that_the_queue_cannot_keep_is_denied(make_fleet: Callable[..., Any]) -> None:
-    """The broker learns the rate from thirty requests; then far more work waits than the deadline allows."""
+    """Far more work waits than the deadline allows."""
     f = await make_fleet(step_s=0.005)
-    first = [f"first{n}" for n in range(30)]
-    await asyncio.gather(*[start(f, uuid, [3], 10) for uuid in first])
-    for uuid in first:
-        assert list((await f.result(uuid)).tokens) == expected_tokens([3], 10)
+    await measure(f)
     long = [f"long{n}" for n in range(60)]
     assert not any(r.as_status for r in await asyncio.gather(*[start(f, u, [4], 400) for u in long]))
     denied = await start(f, "soon", [5], 10, deadline_in_ms=500)

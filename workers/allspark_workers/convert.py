@@ -170,6 +170,17 @@ def facts_message(facts: ModelFacts, kv_tokens: int = 0) -> fleet.ModelFacts:
     )
 
 
+def progress_message(stat: EngineStat) -> fleet.Progress:
+    """What forecasts are made from."""
+    return fleet.Progress(
+        full_step_s=stat.full_step_s,
+        prompt_token_s=stat.prompt_token_s,
+        prompt_left=stat.prompt_left,
+        output_left=stat.output_left,
+        next_step_s=stat.next_step_s,
+    )
+
+
 def stat_message(name: str, stat: EngineStat) -> pb.AsEngineStat:
     """AsEngineStat of one worker; the broker adds them up."""
     return pb.AsEngineStat(

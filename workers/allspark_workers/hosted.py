@@ -8,7 +8,7 @@ from collections.abc import Callable
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
-from allspark_workers.convert import facts_message, stat_message
+from allspark_workers.convert import facts_message, progress_message, stat_message
 from allspark_workers.engine.types import StepOutput
 from allspark_workers.ports import EnginePort
 
@@ -112,10 +112,12 @@ class HostedModel:
         return self._has_run and not self.is_unloaded
 
     def describe(self, model: fleet.WorkerModel) -> None:
-        """Fills in capacity, statistics and facts."""
+        """Fills in capacity, statistics, progress and facts."""
         kv_tokens = 0
         if self.has_figures:
-            model.stat.CopyFrom(self.stat())
+            stat = self.engine.stat()
+            model.stat.CopyFrom(stat_message(self.name, stat))
+            model.engine.CopyFrom(progress_message(stat))
         if self.is_running:
             facts = self.engine.facts
             model.capacity = self.capacity

@@ -90,7 +90,10 @@ class Worker:
         self._spawn(self._requests.engine_stopped(hosted.engine, self._links.send_all))
 
     def _on_end(self, p: Publication) -> None:
-        self._spawn(self._links.send_all(ended=fleet.Ended(request_id=p.request_id, epoch=p.epoch)))
+        is_finished = p.ending is not None and p.ending.status == pb.GenerateFinished
+        tokens = len(p.tokens) if is_finished and not p.is_cancelled else 0
+        ended = fleet.Ended(request_id=p.request_id, epoch=p.epoch, num_tokens=tokens)
+        self._spawn(self._links.send_all(ended=ended))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)

@@ -199,6 +199,7 @@ class Engine:
         """Block until there is work, at most `timeout` seconds; for the engine thread."""
         if self.has_work():
             return True
+        self._counters.times.idle()
         wake_s = self._scheduler.next_wake_s()
         if wake_s is not None:
             timeout = min(timeout, max(0.0, wake_s - self._clock()))
@@ -210,6 +211,7 @@ class Engine:
         if self._runner is None:
             raise RuntimeError("step called on an engine that is not started")
         is_profiled = self.profile_enabled
+        self._counters.times.begin(self._clock())
         self._take_commands()
         self._expire()
         for seq, error in self._adapters.advance():
@@ -324,7 +326,7 @@ class Engine:
                 generated += self._advance(seq, seq.family.take(seq, row.start, result))
             elif isinstance(result, int):
                 generated += self._append(seq, result)
-        self._counters.step(generated, prefilled, cached, self._clock())
+        self._counters.step(rows, generated, prefilled, cached, self._clock())
 
     def _append(self, seq: Sequence, token: int) -> int:
         """Add a token to its request, or end the request if there is none; the number of tokens added."""

@@ -90,10 +90,10 @@ class Inbox:
     def __len__(self) -> int:
         return len(self._commands)
 
-    def num_submissions(self) -> int:
+    def submitted(self) -> list[Sequence]:
         """Requests that the engine thread has not taken yet."""
         with self._condition:
-            return sum(command.verb is Verb.SUBMIT for command in self._commands)
+            return [command.sequence for command in self._commands if command.sequence is not None]
 
     def wait(self, timeout_s: float) -> bool:
         """Block until there is a command, at most `timeout_s`; whether there is one."""

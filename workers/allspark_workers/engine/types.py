@@ -196,7 +196,12 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineStat:
-    """A snapshot for AsEngineStat (spec 2.6.5): spans are frames (2 x layers per span id), sizes bytes."""
+    """A snapshot for AsEngineStat (spec 2.6.5): spans are frames (2 x layers per span id), sizes bytes.
+
+    For forecasts: seconds of a step that decodes a full batch (`full_step_s`) and one row more than now
+    (`next_step_s`), seconds for a token of a prompt (0: not measured yet), and the tokens that live requests
+    have left, output by its limit.
+    """
 
     total_span: int
     used_span: int
@@ -217,6 +222,11 @@ class EngineStat:
     prefix_cache_miss_rate: float = 0.0
     steps: int = 0
     last_step_s: float = 0.0
+    full_step_s: float = 0.0
+    next_step_s: float = 0.0
+    prompt_token_s: float = 0.0
+    prompt_left: int = 0
+    output_left: int = 0
 
 
 @dataclass(frozen=True, slots=True)
