@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from allspark_broker.affinity import Prefix, PrefixAffinity
 from allspark_broker.forecast import Forecast, Outlook
 from allspark_broker.links import WorkerLink
+from allspark_broker.quarantine import MAX_DEATHS, SILENT_TIMEOUTS, Quarantine
 from allspark_broker.queue import RequestQueue, Waiting
 from allspark_broker.waits import Waits
 from allspark_broker.work import Work
@@ -27,7 +28,6 @@ from allspark_broker.workers import Flight, Worker, WorkerTable
 log = logging.getLogger(__name__)
 
 NOT_SENT_S = math.inf  # of a place on a worker that is taken while Redis is told
-MAX_DEATHS = 2  # R11: a request whose worker died this often while it ran is quarantined
 
 
 class Dispatcher:
@@ -52,6 +52,7 @@ class Dispatcher:
         self.queues: dict[str, RequestQueue] = defaultdict(new_queue)
         self.waits: dict[str, Waits] = defaultdict(lambda: Waits(clock))
         self.forecasts: dict[str, Forecast] = defaultdict(Forecast)
+        self.quarantine = Quarantine(ledger, self._enqueue, clock)
 
     def keep(self, models: Container[str]) -> None:
         """Forgets what belongs to other models, except queues that somebody waits in."""
@@ -212,35 +213,38 @@ class Dispatcher:
         )
         if not await self._link.send(worker.worker_id, message):
             worker.unreachable += 1
-            await self.take_back(worker, flight, died=False)
+            await self.take_back(worker, flight)
 
     def _flight(self, model: str, w: Waiting) -> Flight:
-        return Flight(w.request_id, model, w.epoch, self._clock(), work=w.work)
+        return Flight(w.request_id, model, w.epoch, self._clock(), is_ours=True, work=w.work)
 
-    async def take_back(self, worker: Worker, flight: Flight, *, died: bool) -> bool:
+    async def take_back(self, worker: Worker, flight: Flight, *, doubt_s: float | None = None) -> bool:
         """Claims a request from a worker that does not run it (any more) and queues it again; see `claim`."""
         worker.flights.pop(flight.request_id, None)
-        return await self.claim(flight.request_id, flight.epoch, died=died, was_served=True)
+        return await self.claim(flight.request_id, flight.epoch, doubt_s=doubt_s, was_served=True)
 
-    async def claim(self, rid: str, epoch: int, *, died: bool = False, was_served: bool = False) -> bool:
-        """Fences whoever held the request and queues it; ends it if its worker died with it too often.
+    async def claim(
+        self, rid: str, epoch: int, *, doubt_s: float | None = None, was_served: bool = False
+    ) -> bool:
+        """Fences whoever held the request and queues it, unless its workers died with it too often.
 
-        `was_served`: a worker had it, so it goes before those that still wait for their first turn. False: it
-        has ended, or somebody else was faster.
+        `doubt_s`: its worker counts as dead, and if it is one too many, so long is waited for a sign that one
+        of them lives. `was_served`: a worker had it, so it goes before those that still wait for their first
+        turn. False: it has ended, or somebody else was faster.
         """
         is_claimed = False
         async with self._ends_damaged(rid):
-            is_claimed = await self._claim(rid, epoch, died=died, was_served=was_served)
+            is_claimed = await self._claim(rid, epoch, doubt_s, was_served)
         return is_claimed
 
-    async def _claim(self, rid: str, epoch: int, *, died: bool, was_served: bool) -> bool:
-        advance = await self._ledger.advance(rid, epoch, "", died=died)
+    async def _claim(self, rid: str, epoch: int, doubt_s: float | None, was_served: bool) -> bool:
+        advance = await self._ledger.advance(rid, epoch, "", died=doubt_s is not None)
         if advance.outcome != "ok":
             return False
-        if died and advance.deaths >= MAX_DEATHS:
-            message = f"its worker died while running it {advance.deaths} times; it will not be tried again"
-            log.error("request %s is quarantined: %s", rid, message)
-            await self._ledger.finish(rid, Ending(pb.GenerateInterrupted, "poison", message))
+        if advance.deaths >= MAX_DEATHS:
+            # Counted here, or by a broker that died before it decided: then nobody knows how it was lost.
+            silence_s = SILENT_TIMEOUTS * self._table.timeout_s
+            self.quarantine.hold(rid, advance, was_served, silence_s if doubt_s is None else doubt_s)
         else:
             await self._enqueue(rid, advance, was_served)
         return True
@@ -262,11 +266,21 @@ class Dispatcher:
         self._push(entry.model, waiting)
         await self.pump(entry.model)
 
-    async def bury(self, worker: Worker) -> None:
-        """Settles everything a dead worker held, one claim at a time."""
-        for flight in list(worker.flights.values()):
-            # Not only what was accepted: the request may have killed it before its answer left.
-            await self.take_back(worker, flight, died=True)
+    async def bury(self, worker: Worker, doubt_s: float | None, brokers: Container[str] = ()) -> None:
+        """Settles what a lost worker held, one claim at a time. `doubt_s`: see `claim`; None: it left.
+
+        What one of the other live `brokers` answers for is left to it: it may well hear the worker.
+        """
+        flights = list(worker.flights.values())
+        others = [f for f in flights if not f.is_ours]
+        # Not only what was accepted: the request may have killed it before its answer left.
+        for flight in [f for f in flights if f.is_ours]:
+            await self.take_back(worker, flight, doubt_s=doubt_s)
+        if others:
+            answering = await self._ledger.losses.answering([f.request_id for f in others])
+            for flight, broker in zip(others, answering, strict=True):
+                if broker not in brokers:
+                    await self.take_back(worker, flight, doubt_s=doubt_s)
 
     async def rescue(self, worker: Worker) -> None:
         """Moves what a worker holds that cannot append any more; it is told, and fenced in any case."""
@@ -275,7 +289,7 @@ class Dispatcher:
             worker.worker_id, worker.store_silent_s, len(worker.flights),
         )  # fmt: skip
         for flight in list(worker.flights.values()):
-            if await self.take_back(worker, flight, died=False):
+            if await self.take_back(worker, flight):
                 cancel = fleet.Cancel(request_id=flight.request_id)
                 await self._link.send(worker.worker_id, fleet.ToWorker(cancel=cancel))
 

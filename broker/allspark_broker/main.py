@@ -35,6 +35,7 @@ from allspark_broker.lifecycle import Lifecycle
 from allspark_broker.limits import LimitedLedger, Limits
 from allspark_broker.links import WorkerLink
 from allspark_broker.orphans import ATTEND_S, TTL_S, Orphans
+from allspark_broker.quarantine import CLOSED_S, SILENT_TIMEOUTS
 from allspark_broker.queue import RequestQueue
 from allspark_broker.requests import Requests
 from allspark_broker.settings import BrokerSettings
@@ -247,7 +248,7 @@ class Broker:
         elif kind == "control_reply":
             self._controls.answer(message.control_reply)
         elif kind == "goodbye":
-            await self._bury(message.worker_id, GOODBYE)
+            await self._bury(message.worker_id, GOODBYE, None)
 
     async def _on_announce(self, worker_id: str, announce: fleet.Announce) -> None:
         is_new = self._table.get(worker_id) is None
@@ -265,17 +266,26 @@ class Broker:
         if worker is None or flight is None or flight.epoch != refused.epoch:
             return
         log.info("worker %s hands back %s: %s", worker_id, refused.request_id, refused.reason)
-        await self._dispatcher.take_back(worker, flight, died=False)
+        await self._dispatcher.take_back(worker, flight)
 
-    async def _bury(self, worker_id: str, why: str) -> None:
+    async def _bury(self, worker_id: str, why: str, doubt_s: float | None) -> None:
+        """`doubt_s`: how long a death of it is doubted where it is decisive; None: it is none."""
         worker = self._table.remove(worker_id)
         if worker is not None:
             is_routine = why == GOODBYE and not worker.flights
             level = logging.INFO if is_routine else logging.WARNING
-            log.log(level, "worker %s %s; %d request(s) move on", worker_id, why, len(worker.flights))
+            log.log(level, "worker %s %s; it held %d request(s)", worker_id, why, len(worker.flights))
             self._stats.retire(worker)
-            await self._dispatcher.bury(worker)
+            await self._dispatcher.bury(worker, doubt_s, self._orphans.others)
             await self._lifecycle.workers.notify()
+
+    async def _bury_dead(self) -> None:
+        for worker in self._table.dead():
+            if worker.is_disconnected:
+                await self._bury(worker.worker_id, "is not connected any more", CLOSED_S)
+            else:
+                doubt_s = SILENT_TIMEOUTS * self._settings.worker_timeout_s
+                await self._bury(worker.worker_id, "has fallen silent", doubt_s)
 
     async def _nudge(self) -> None:
         for worker in self._table:
@@ -306,18 +316,19 @@ class Broker:
             beat = fleet.ToWorker(heartbeat=fleet.BrokerHeartbeat())
             if not await self._link.send(worker.worker_id, beat):
                 worker.unreachable += 1
+        await self._bury_dead()
 
     async def _reap(self) -> None:
         self._notice_stall()
-        for worker in self._table.dead():
-            await self._bury(worker.worker_id, "is dead")
+        await self._bury_dead()
         for worker in self._table.without_store() if self._store.silent_s() < STORE_DOUBT_S else ():
             await self._dispatcher.rescue(worker)
         for worker, flight in self._table.unacknowledged(self._settings.ack_timeout_s):
             log.warning("worker %s did not acknowledge %s", worker.worker_id, flight.request_id)
             worker.is_mute = True
-            await self._dispatcher.take_back(worker, flight, died=False)
+            await self._dispatcher.take_back(worker, flight)
         await self._dispatcher.expire_deadlines()
+        await self._dispatcher.quarantine.look()
 
     async def _refresh(self) -> None:
         await self._lifecycle.refresh()

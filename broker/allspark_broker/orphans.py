@@ -63,6 +63,11 @@ class Orphans:
         self._next_look_s = float("-inf")
         self._tally = Tally()
 
+    @property
+    def others(self) -> frozenset[str]:
+        """The other brokers that live, as far as that is known."""
+        return self._brokers - {self._me}
+
     def hurry(self) -> None:
         """Looks at the next occasion: something went wrong."""
         self._next_look_s = float("-inf")
@@ -94,7 +99,9 @@ class Orphans:
             entries = [
                 (rid, tag)
                 for rid, tag in await self._ledger.open_entries(model)
-                if rid not in self._dispatcher.queues[model] and self._table.holding(rid) is None
+                if rid not in self._dispatcher.queues[model]
+                and rid not in self._dispatcher.quarantine
+                and self._table.holding(rid) is None
             ]
             ended = []
             for entry, holder in zip(entries, await self._ledger.holders(entries), strict=True):

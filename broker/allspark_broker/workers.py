@@ -24,6 +24,7 @@ class Flight:
 
     `work`: what it may be, if this broker sent it. `is_told`: the worker's last figures include it.
     `is_whole`: it began here, and nobody ended it, so what it generates tells what requests use.
+    `is_ours`: this broker sent it there.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class Flight:
     work: Work | None = None
     is_told: bool = False
     is_whole: bool = False
+    is_ours: bool = False
 
 
 @dataclass(slots=True)
@@ -55,6 +57,11 @@ class Worker:
     told_s: float = 0.0
     models: dict[str, fleet.WorkerModel] = field(default_factory=dict)
     flights: dict[str, Flight] = field(default_factory=dict)
+
+    @property
+    def is_disconnected(self) -> bool:
+        """Whether its connection is gone, so that nothing can be handed to it."""
+        return self.unreachable >= MAX_UNREACHABLE
 
     def load(self, model: str) -> int:
         """Requests of a model that it holds."""
@@ -84,7 +91,7 @@ class WorkerTable:
     """All workers this broker knows."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._clock = clock
         self._workers: dict[str, Worker] = {}
 
@@ -148,7 +155,7 @@ class WorkerTable:
 
     def without_store(self) -> list[Worker]:
         """Workers with requests that Redis has been silent to for too long, while others can serve them."""
-        limit_s = max(self._timeout_s, STORE_DOUBT_S)  # no sooner than it is passed over for new requests
+        limit_s = max(self.timeout_s, STORE_DOUBT_S)  # no sooner than it is passed over for new requests
         cut_off = [w for w in self if w.flights and w.store_silent_s >= limit_s]
         healthy = [w for w in self if w.store_silent_s < STORE_DOUBT_S and not w.draining]
         served = {name for w in healthy for name, state in w.models.items() if state.state == "running"}
@@ -173,8 +180,8 @@ class WorkerTable:
 
     def dead(self) -> list[Worker]:
         """Workers that have been silent too long, busy or idle, or whose connection is gone."""
-        limit = self._clock() - self._timeout_s
-        return [w for w in self if w.last_seen_s < limit or w.unreachable >= MAX_UNREACHABLE]
+        limit = self._clock() - self.timeout_s
+        return [w for w in self if w.last_seen_s < limit or w.is_disconnected]
 
     def choose(
         self, model: str, excluding: Iterable[str] = (), prefer: Mapping[str, int] | None = None

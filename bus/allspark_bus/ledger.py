@@ -17,6 +17,7 @@ from redis.exceptions import OutOfMemoryError
 
 from allspark_bus import damage, keys, upkeep
 from allspark_bus.errors import Damaged
+from allspark_bus.losses import Losses
 from allspark_bus.round_trip import Arg
 from allspark_bus.scripts import ALLOW_OOM, ANYWAY, Script
 from allspark_bus.store import Store
@@ -132,6 +133,7 @@ class Ledger:
         self._store = store
         self._ttl = ttl or Ttl()
         self._broker = broker
+        self.losses = Losses(store)
 
     async def admit(self, entry: Entry, digest: bytes, sent_ms: int = 0) -> Admission:
         """Records a request and indexes it, or finds the one that is there already.
@@ -198,9 +200,9 @@ class Ledger:
         return [b"same", epoch, worker, tag or b""] if is_there else None
 
     async def advance(self, rid: str, expected_epoch: int, worker: str, *, died: bool = False) -> Advance:
-        """Dispatches (worker given) or claims (worker "") by raising the epoch; `died` counts a death.
+        """Dispatches (worker given) or claims (worker "") by raising the epoch.
 
-        Raises Damaged.
+        `died` counts a death, which may be taken back: see `losses`. Raises Damaged.
         """
         with damage.named(f"request {rid}"):
             reply = await self._store.script(

@@ -1,10 +1,10 @@
 """The protocol of ledger and streams, model-checked: a plain Python model against the real scripts in Valkey.
 
 Hypothesis explores interleavings of admission, dispatch, claim, append (also by zombies, repeated or out of
-place), stop, release, expiry, index entries that are removed late, and reads whose answers are lost. The
-model says what each step must answer; after every step the raw keys must hold. Time is simulated: a tick
-moves every time stamp and TTL that the scripts left back by as much, and all periods are far longer than the
-test takes.
+place), deaths that are taken back, stop, release, expiry, index entries that are removed late, and reads
+whose answers are lost. The model says what each step must answer; after every step the raw keys must hold.
+Time is simulated: a tick moves every time stamp and TTL that the scripts left back by as much, and all
+periods are far longer than the test takes.
 
 ALLSPARK_MODEL_EXAMPLES=5000 explores longer, with new seeds each time; a failure prints its steps.
 """
@@ -16,19 +16,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 from allspark_bus import keys
-from allspark_bus.ledger import (
-    APPENDED,
-    CLOSED,
-    GAP,
-    STALE,
-    Append,
-    Ending,
-    Entry,
-    Holder,
-    Ledger,
-    Ttl,
-    now_ms,
-)
+from allspark_bus.ledger import APPENDED, CLOSED, GAP, STALE, Append, Ending, Holder, Ledger, Ttl
+from allspark_bus.losses import Suspect
 from allspark_bus.streams import Streams
 from allspark_proto import records
 from hypothesis import HealthCheck, settings
@@ -41,7 +30,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.bus.protocol_parts import Reader, Session, SlowStore, token
+from tests.bus.protocol_parts import (
+    Deaths,
+    Reader,
+    Session,
+    SlowStore,
+    check_entries,
+    entry_of,
+    open_store,
+    shift,
+    token,
+)
 from tests.conftest import ValkeyProcess
 
 RID = "default/u"
@@ -67,7 +66,8 @@ class Protocol(RuleBasedStateMachine):
         self.ledger, self.streams = Ledger(store, TTL), Streams(store, reservation_ms=RESERVATION_MS)
         self.broker = ""  # that answers for the request
         self.now = 0
-        self.state, self.life, self.epoch, self.worker, self.deaths = "absent", 0, 0, "", 0
+        self.state, self.life, self.epoch, self.worker = "absent", 0, 0, ""
+        self.deaths = Deaths()
         self.tokens: list[int] = []
         self.since = 0  # when it ended or was released
         self.highest = -1  # epoch in all lives that a tombstone joins
@@ -75,6 +75,7 @@ class Protocol(RuleBasedStateMachine):
         self.sessions: list[Session] = []
         self.reader = Reader()
         self.calls = 0
+        self.is_doubted = False
 
     def do(self, step: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(step)
@@ -103,7 +104,7 @@ class Protocol(RuleBasedStateMachine):
     )
     def admit(self, worker: str, broker: str, digest: bytes) -> None:
         ledger = self.ledgers[broker]
-        entry = Entry(RID, MODEL, 1 if worker else 0, worker, b"body", now_ms(), 0, 0, 0, 0)
+        entry = entry_of(RID, MODEL, worker)
         admission = self.do(ledger.admit(entry, digest))
         if self.state in ("open", "ended"):
             expected = "same" if digest == self.digest else "conflict"
@@ -116,7 +117,7 @@ class Protocol(RuleBasedStateMachine):
         assert (again.outcome, again.epoch) == ("same", admission.epoch)
         self.state, self.life, self.digest = "open", self.life + 1, digest
         self.epoch = self.highest = admission.epoch
-        self.worker, self.deaths, self.tokens, self.reader = worker, 0, [], Reader()
+        self.worker, self.deaths, self.tokens, self.reader = worker, Deaths(), [], Reader()
         self.broker = broker
         self.seen.append(self.epoch)
         if worker:
@@ -134,7 +135,21 @@ class Protocol(RuleBasedStateMachine):
         """A worker refused, said goodbye, or (`died`) was silent for too long: it may yet wake up."""
         if not self._advance(self.seen[-1 - pick % min(4, len(self.seen))], "", broker, died=died):
             return
-        if died and self.deaths >= MAX_DEATHS:
+        self.is_doubted = len(self.deaths.counted) >= MAX_DEATHS
+
+    @precondition(lambda self: self.is_doubted)
+    @rule()
+    def decide(self) -> None:
+        """The broker that holds the request looks whether a worker has come back."""
+        self.is_doubted = False
+        [suspect] = self.do(self.ledger.losses.suspects([RID]))
+        if self.state != "open":
+            assert suspect is None
+            return
+        assert suspect == Suspect(
+            self.epoch, len(self.deaths.counted), tuple(self.deaths.counted.values()), 0
+        )
+        if suspect.deaths >= MAX_DEATHS:
             self._finish(Ending(4, "poison"))
 
     def _advance(self, expected: int, worker: str, broker: str, *, died: bool) -> bool:
@@ -150,11 +165,13 @@ class Protocol(RuleBasedStateMachine):
             self.seen.append(got.epoch)
             return False
         if not is_repeated:
-            self.epoch, self.worker, self.deaths = self.epoch + 1, worker, self.deaths + died
+            if died:
+                self.deaths.counted[self.epoch] = self.worker
+            self.epoch, self.worker = self.epoch + 1, worker
             self.broker = broker
             self.highest = self.epoch
             self.seen.append(self.epoch)
-        answer = ("ok", self.epoch, worker, self.deaths, len(self.tokens))
+        answer = ("ok", self.epoch, worker, len(self.deaths.counted), len(self.tokens))
         assert (got.outcome, got.epoch, got.worker, got.deaths, got.num_tokens) == answer
         again = self.do(ledger.advance(RID, expected, worker, died=died))
         assert again == got, "a repeat after a lost reply answers the same and counts no second death"
@@ -216,6 +233,19 @@ class Protocol(RuleBasedStateMachine):
         elif code == GAP:
             assert length == len(self.tokens)
             s.published = length
+
+    @precondition(lambda self: self.sessions)
+    @rule(pick=picks)
+    def a_worker_says_that_it_lives(self, pick: int) -> None:
+        """At any time, also if nobody doubted it, or long after the request has ended or come again."""
+        s = self.sessions[-1 - pick % min(6, len(self.sessions))]
+        is_open = self.state == "open"
+        if is_open:
+            self.deaths.take_back(s.epoch, len(self.tokens))
+        for _ in range(2):  # its reply may be lost
+            assert self.do(self.ledger.losses.survived([(RID, s.epoch)])) == [
+                is_open and s.epoch == self.epoch
+            ]
 
     def _expected_code(self, s: Session, position: int, count: int, ends: bool) -> int:
         if self.state != "open":
@@ -303,26 +333,13 @@ class Protocol(RuleBasedStateMachine):
     @rule(ticks=st.sampled_from([1, 5, 5, 5, 40, 100, 140]))
     def tick(self, ticks: int) -> None:
         self.now += ticks * TICK_MS
-        self.do(self._shift(ticks * TICK_MS))
+        self.do(shift(self.store, RID, ticks * TICK_MS))
         age = self.now - self.since
         if (self.state == "released" and age >= TOMBSTONE_MS) or (
             self.state == "ended" and age >= RESULT_MS + TOMBSTONE_MS
         ):
             # Nobody remembers the uuid, so nobody can fence who had it: the promise ends here.
             self.state, self.sessions, self.seen, self.highest, self.reader = "absent", [], [0], -1, Reader()
-
-    async def _shift(self, ms: int) -> None:
-        key = keys.request(RID)
-        reservation, ended = await self.store.command("HMGET", key, "rs", "et")
-        if reservation:
-            call, start, at = reservation.decode().split("|")
-            await self.store.command("HSET", key, "rs", f"{call}|{start}|{int(at) - ms}")
-        if ended:
-            await self.store.command("HSET", key, "et", int(ended) - ms)
-        for k in (key, keys.stream(RID)):
-            left = await self.store.command("PTTL", k)
-            if left >= 0:
-                await self.store.command("PEXPIRE", k, left - ms)  # at or below zero it expires at once
 
     # What holds after every step
 
@@ -341,12 +358,7 @@ class Protocol(RuleBasedStateMachine):
         if self.state in ("absent", "released") or self.is_expired:
             assert not found
             return
-        position, epoch = 0, 0
-        for entry_id, record in found:
-            assert record.position == position, "positions are contiguous"
-            assert record.epoch >= epoch, "nobody with an older epoch comes after"
-            position, epoch = record.end, record.epoch
-            assert entry_id == f"{position}-{int(record.is_terminal)}"
+        epoch = check_entries(found)
         assert records.tokens_of([r for _, r in found]) == self.tokens
         assert self.tokens == [token(self.life, i) for i in range(len(self.tokens))]
         assert (int(h[b"n"]), int(h[b"ep"])) == (len(self.tokens), self.epoch)
@@ -358,6 +370,10 @@ class Protocol(RuleBasedStateMachine):
             assert await self.ledger.tenant_requests("default") == [RID]
             found = await self.ledger.holders(await self.ledger.open_entries(MODEL))
             assert [h for h in found if h is not None] == [Holder(self.epoch, self.worker, self.broker)]
+            [suspect] = await self.ledger.losses.suspects([RID])
+            assert suspect == Suspect(
+                self.epoch, len(self.deaths.counted), tuple(self.deaths.counted.values()), 0
+            )
 
     def teardown(self) -> None:
         """However it went: it ends, its reader gets the rest once, and nothing of it stays."""
@@ -387,12 +403,8 @@ def test_no_interleaving_loses_doubles_or_mixes_tokens(valkey: ValkeyProcess) ->
         suppress_health_check=list(HealthCheck),
     )
     with asyncio.Runner() as runner:
-        store = runner.run(_open(valkey.url))
+        store = runner.run(open_store(valkey.url))
         try:
             run_state_machine_as_test(lambda: Protocol(runner, store), settings=profile)
         finally:
             runner.run(store.close())
-
-
-async def _open(url: str) -> SlowStore:
-    return SlowStore(url)

@@ -99,6 +99,8 @@ FIELDS = [
     "n",
     "cur",
     "dt",
+    "de",
+    "tb",
     "rt",
     "tt",
     "rs",

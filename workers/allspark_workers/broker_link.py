@@ -35,7 +35,10 @@ class Link:
 
 
 class BrokerLinks:
-    """`announce` and `heartbeat` make the messages; `handle` gets what brokers send."""
+    """`announce` and `heartbeat` make the messages; `handle` gets what brokers send.
+
+    `doubted` is called when a broker may have taken this worker for dead.
+    """
 
     def __init__(
         self,
@@ -44,11 +47,13 @@ class BrokerLinks:
         announce: Callable[[], fleet.Announce],
         heartbeat: Callable[[], fleet.WorkerHeartbeat],
         handle: Handler,
+        doubted: Callable[[], None],
     ) -> None:
         self._worker_id = worker_id
         self._announce = announce
         self._heartbeat = heartbeat
         self._handle = handle
+        self._doubted = doubted
         self._heartbeat_s = settings.heartbeat_s
         self._timeout_s = settings.broker_timeout_s
         self._keys = ClientKeys.read(settings.curve) if settings.curve else None
@@ -99,6 +104,7 @@ class BrokerLinks:
         link.socket.close(linger=0)
         link.socket = self._connect(link.endpoint)
         link.announced_s = 0.0
+        self._doubted()
 
     async def _receive(self, link: Link) -> None:
         while True:
@@ -114,6 +120,7 @@ class BrokerLinks:
             if message.WhichOneof("message") == "reannounce":
                 link.announced_s = time.monotonic()
                 await self.send(link, announce=self._announce())
+                self._doubted()
             else:
                 await self._handle(link, message)
 

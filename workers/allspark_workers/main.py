@@ -56,7 +56,14 @@ class Worker:
         self._publisher = Publisher(
             self._ledger, settings.publish_buffer, settings.publish_interval_s, self._on_end
         )
-        self._links = BrokerLinks(self.worker_id, settings, self._announce, self._heartbeat, self._on_message)
+        self._links = BrokerLinks(
+            self.worker_id,
+            settings,
+            self._announce,
+            self._heartbeat,
+            self._on_message,
+            self._publisher.doubt,
+        )
         self._reconciler = Reconciler(
             Catalogue(self._store), settings, load, self._host, self._on_stopped, self._links.state_changed
         )
@@ -190,7 +197,13 @@ class Worker:
 
     async def run(self) -> None:
         """Serves; after `stop` hands back what has not begun, finishes the rest within the limit, leaves."""
-        duties = [self._publisher.run(), self._reconciler.run(), self._links.run(), self._watch()]
+        duties = [
+            self._publisher.run(),
+            self._publisher.run_checks(),
+            self._reconciler.run(),
+            self._links.run(),
+            self._watch(),
+        ]
         running = [asyncio.ensure_future(d) for d in duties]
         drain = asyncio.ensure_future(self._drain.wait())
         try:

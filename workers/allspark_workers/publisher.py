@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from allspark_bus import tensors
-from allspark_bus.ledger import APPENDED, FULL, GAP, Append, Ending, Ledger
+from allspark_bus.ledger import APPENDED, FULL, GAP, STALE, Append, Ending, Ledger
 from allspark_bus.text_inputs import TEXT
 
 from allspark_workers.convert import ending_of, tensor_bytes
@@ -96,6 +96,7 @@ class Publisher:
         self._backlog = 0
         self._holding = False
         self._is_full = False  # as of the last append
+        self._doubted = asyncio.Event()  # a broker may have taken this worker for dead
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -189,6 +190,24 @@ class Publisher:
                 if self._holding and self._backlog <= self._bound // 2:
                     self._let_go()
 
+    def doubt(self) -> None:
+        """A broker was silent, or does not know this worker: it may have claimed what is here."""
+        self._doubted.set()
+
+    async def run_checks(self) -> None:
+        """For ever: lets go of what was claimed, without waiting for a refused append.
+
+        Every death that was counted meanwhile is taken back (`Losses.survived`).
+        """
+        while True:
+            await self._doubted.wait()
+            self._doubted.clear()
+            held = list(self._open.values())
+            answers = await self._ledger.losses.survived([(p.request_id, p.epoch) for p in held])
+            for p, is_ours in zip(held, answers, strict=True):
+                if not is_ours and self._open.get(p.request_id) is p:
+                    self.cancel(p.request_id)
+
     async def _gather(self) -> None:
         """Waits until the next append is due."""
         loop = asyncio.get_running_loop()
@@ -225,6 +244,11 @@ class Publisher:
             else:
                 log.info("request %s was taken over or ended elsewhere (code %d)", p.request_id, code)
                 self.cancel(p.request_id)
+        claimed = [
+            (a.request_id, a.epoch) for a, (code, _) in zip(appends, answers, strict=True) if code == STALE
+        ]
+        if claimed:
+            await self._ledger.losses.survived(claimed)
 
     def _note_memory(self, *, is_full: bool) -> None:
         if is_full:
