@@ -65,6 +65,12 @@ COUNT ?= 10000
 open-requests: $(VENV)/.dev-installed ## What many open requests cost each process (COUNT=10000)
 	$(BIN)/python -m tests.fleet.open_requests --count $(COUNT)
 
+GPU_SECONDS ?= 540
+PARTS ?=
+.PHONY: gpu
+gpu: $(VENV)/.dev-installed ## Tests and figures on this machine's GPU, a report in build/gpu (GPU_SECONDS=540 PARTS=...)
+	$(BIN)/python benchmarks/gpu_session.py --seconds $(GPU_SECONDS) --parts '$(PARTS)'
+
 .PHONY: lint
 lint: $(VENV)/.dev-installed ## Style
 	$(BIN)/ruff check .

@@ -47,9 +47,13 @@ class Target:
     matrix_instruction: str
 
 
+# The data centre GPUs sm_80 and sm_90 have more shared memory; their relatives sm_86, sm_89 and sm_120, which
+# take the same launches, have this much (CUDA C++ Programming Guide, compute capabilities).
+SHARED_BYTES = 99 * KIB
+
 TARGETS = {
-    "sm_80": Target("sm_80", "cuda", 80, 32, 163 * KIB, r"\bmma\.sync"),
-    "sm_90": Target("sm_90", "cuda", 90, 32, 227 * KIB, r"\b(?:wgmma\.mma_async|mma)\.sync"),
+    "sm_80": Target("sm_80", "cuda", 80, 32, SHARED_BYTES, r"\bmma\.sync"),
+    "sm_90": Target("sm_90", "cuda", 90, 32, SHARED_BYTES, r"\b(?:wgmma\.mma_async|mma)\.sync"),
     "gfx942": Target("gfx942", "hip", "gfx942", 64, 64 * KIB, r"\bv_mfma_"),
 }
 

@@ -8,7 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 from allspark_workers.engine.engine import Engine
+from allspark_workers.engine.errors import ModelMemoryError
 from allspark_workers.engine.graphs import buckets
+from allspark_workers.engine.runner import Runner
 from allspark_workers.engine.types import EngineRequest
 from engine_helpers import random_prompt, request, run_all
 
@@ -48,15 +50,21 @@ def test_captured_steps_do_not_change_the_tokens(make_engine: Maker, monkeypatch
     assert lengths and max(lengths) > 0 and len(lengths) < 5, "decode steps took the other path"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_gpu_gives_the_same_tokens_captured_alone_and_in_a_crowd(dtype: str, make_engine: Maker) -> None:
-    engine = make_engine("qwen3", device="cuda:0", dtype=dtype, max_batch=11)
-    crowd = run_all(engine, requests())
-    alone = {}
-    for item in requests():
-        alone |= run_all(engine, [item]).tokens
-    assert crowd.tokens == alone
-    engine._runner._graphs = None
-    assert run_all(engine, requests()).tokens == alone, "eager"
+def test_a_device_without_room_for_the_steps_is_an_error_of_this_model(
+    make_engine: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine("qwen3", max_batch=4)
+    expected = run_all(engine, requests()).tokens
+    engine.stop()
+
+    def refuse(runner: Runner, max_length: int) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "capture", refuse)
+        with pytest.raises(ModelMemoryError, match=r"no room for a step beside .* a smaller batch"):
+            engine.start()
+    with pytest.raises(ValueError, match="not started"):
+        engine.submit(requests()[0])
+    engine.start()
+    assert run_all(engine, requests()).tokens == expected
