@@ -25,7 +25,6 @@ from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
 from allspark_broker.access import BACKEND, FRONTEND, Access
-from allspark_broker.adapters import AdapterCheck
 from allspark_broker.affinity import PrefixAffinity
 from allspark_broker.calls import Calls, Controls
 from allspark_broker.dispatcher import Dispatcher
@@ -43,6 +42,7 @@ from allspark_broker.takeover import Takeover
 from allspark_broker.tenants import TenantFileError, Tenants
 from allspark_broker.texts import Texts
 from allspark_broker.work import Work, work_of
+from allspark_broker.worker_checks import WorkerChecks
 from allspark_broker.workers import STORE_DOUBT_S, WorkerTable
 
 log = logging.getLogger(__name__)
@@ -89,12 +89,11 @@ class Broker:
         )
         self._takeover = Takeover(self._lifecycle, self._dispatcher, settings.drain_s)
         self._controls = Controls(self._link.send)
-        adapters = AdapterCheck(self._table, self._controls.call)
         self._requests = Requests(
             self._ledger,
             self._dispatcher,
             self._lifecycle,
-            adapters,
+            WorkerChecks(self._table, self._controls.call),
             Texts(self._table, self._controls.call),
             self._limits,
             settings.max_uuid_bytes,

@@ -18,11 +18,11 @@ from allspark_proto import fleet_pb2 as fleet
 from redis.exceptions import OutOfMemoryError
 
 from allspark_broker import admission, room
-from allspark_broker.adapters import AdapterCheck
 from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.lifecycle import Lifecycle
 from allspark_broker.limits import Limits
 from allspark_broker.texts import Texts
+from allspark_broker.worker_checks import WorkerChecks
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Requests:
         ledger: Ledger,
         dispatcher: Dispatcher,
         lifecycle: Lifecycle,
-        adapters: AdapterCheck,
+        checks: WorkerChecks,
         texts: Texts,
         limits: Limits,
         max_uuid_bytes: int,
@@ -56,7 +56,7 @@ class Requests:
         self._ledger = ledger
         self._dispatcher = dispatcher
         self._lifecycle = lifecycle
-        self._adapters = adapters
+        self._checks = checks
         self._texts = texts
         self.limits = limits
         self._max_uuid_bytes = max_uuid_bytes
@@ -74,8 +74,8 @@ class Requests:
         try:
             await self._lifecycle.make_sure(request.model_name)
             self._check_place(envelope)  # first: a full queue denies before anything is spent on the request
-            if request.config.lora_name:
-                await self._check_adapter(request)
+            if request.config.lora_name or request.config.response_format:
+                await self._ask_worker(request)
             if text_inputs.is_text(request):
                 await self._texts.put_ids(request, self._lifecycle.serving(request.model_name))
             self._check(request, envelope, rid)  # last: nothing may change between this and the reservation
@@ -90,10 +90,12 @@ class Requests:
             raise
         return fleet.Reply(uuid=uuid)
 
-    async def _check_adapter(self, request: pb.StartRequestRequest) -> None:
-        name = request.config.lora_name
-        admission.check_adapter_name("lora_name", name)
-        await self._adapters.check(self._lifecycle.serving(request.model_name), name)
+    async def _ask_worker(self, request: pb.StartRequestRequest) -> None:
+        config, record = request.config, self._lifecycle.serving(request.model_name)
+        admission.check_adapter_name("lora_name", config.lora_name)
+        document = response_format.check(config, record.model_facts().vocab_size)
+        await self._checks.adapter(record, config.lora_name)
+        await self._checks.document(record, document)
 
     def _check(self, request: pb.StartRequestRequest, envelope: fleet.Envelope, rid: str) -> None:
         record = self._lifecycle.serving(request.model_name)

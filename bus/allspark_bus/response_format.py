@@ -71,6 +71,14 @@ def document(response_format: Mapping[str, str]) -> Document | None:
     return Document(key, text)
 
 
+def document_of(kind: str, text: str) -> Document:
+    """The document of a kind, as another process names it. Raises ParamError for an unknown kind."""
+    for known in _KEY_OF_TYPE.values():
+        if known == kind:
+            return Document(known, text)
+    raise ParamError(f"{kind[:100]!r} is no kind of document")
+
+
 def check(config: pb.GenerateConfig, vocab_size: int) -> Document | None:
     """What `document` returns, after everything was checked that needs no grammar compiler.
 

@@ -612,6 +612,7 @@ class ControlCall(_message.Message):
     GET_ENGINE_STAT_FIELD_NUMBER: _builtins.int
     TOKENIZE_FIELD_NUMBER: _builtins.int
     CHECK_ADAPTER_FIELD_NUMBER: _builtins.int
+    CHECK_DOCUMENT_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.str
     @_builtins.property
     def get_op_profiling_info(self) -> _allspark_service_pb2.ModelName: ...
@@ -623,6 +624,8 @@ class ControlCall(_message.Message):
     def tokenize(self) -> Global___Tokenize: ...
     @_builtins.property
     def check_adapter(self) -> Global___CheckAdapter: ...
+    @_builtins.property
+    def check_document(self) -> Global___CheckDocument: ...
     def __init__(
         self,
         *,
@@ -632,12 +635,13 @@ class ControlCall(_message.Message):
         get_engine_stat: _allspark_service_pb2.ModelName | None = ...,
         tokenize: Global___Tokenize | None = ...,
         check_adapter: Global___CheckAdapter | None = ...,
+        check_document: Global___CheckDocument | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "check_adapter", b"check_adapter", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info", "tokenize", b"tokenize"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "check_adapter", b"check_adapter", "check_document", b"check_document", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info", "tokenize", b"tokenize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "check_adapter", b"check_adapter", "correlation_id", b"correlation_id", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info", "tokenize", b"tokenize"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "check_adapter", b"check_adapter", "check_document", b"check_document", "correlation_id", b"correlation_id", "get_engine_stat", b"get_engine_stat", "get_file_information", b"get_file_information", "get_op_profiling_info", b"get_op_profiling_info", "tokenize", b"tokenize"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["get_op_profiling_info", "get_file_information", "get_engine_stat", "tokenize", "check_adapter"]  # noqa: Y015
+    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["get_op_profiling_info", "get_file_information", "get_engine_stat", "tokenize", "check_adapter", "check_document"]  # noqa: Y015
     _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
 
@@ -666,6 +670,30 @@ class CheckAdapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckAdapter: _TypeAlias = CheckAdapter  # noqa: Y015
+
+@_typing.final
+class CheckDocument(_message.Message):
+    """Whether this can be compiled for guided decoding; a status and reason if not. Kinds: json_schema, regex, grammar."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckDocument: _TypeAlias = CheckDocument  # noqa: Y015
 
 @_typing.final
 class Tokenize(_message.Message):

@@ -52,8 +52,8 @@ def test_what_follows_the_rate_of_the_traffic_is_no_growth() -> None:
 
 
 def test_bounded_caches_are_held_against_their_bound() -> None:
-    assert not trend("p", "allspark_broker.adapters.AdapterCheck._good", line(20)).is_growth
-    assert trend("p", "allspark_broker.adapters.AdapterCheck._good", line(200)).is_growth
+    assert not trend("p", "allspark_broker.worker_checks.WorkerChecks._good", line(20)).is_growth
+    assert trend("p", "allspark_broker.worker_checks.WorkerChecks._good", line(200)).is_growth
 
 
 def test_idle_process_may_not_hold_more_than_before() -> None:

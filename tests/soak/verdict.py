@@ -29,7 +29,7 @@ OTHER_SLACK = 8
 #: Caches with a bound of their own fill up and stay; they are held against it instead.
 CACHES = {
     "allspark_broker.affinity.PrefixAffinity._holders": (1 << 16) * 9,
-    "allspark_broker.adapters.AdapterCheck._good": 1 << 12,
+    "allspark_broker.worker_checks.WorkerChecks._good": 1 << 12,
     "allspark_broker.queue.RequestQueue._finish": 1 << 12,
 }
 _NOT_COUNTS = frozenset({"resident bytes", "used bytes", "objects"})

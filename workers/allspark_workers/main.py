@@ -16,8 +16,9 @@ from collections.abc import Coroutine
 import uvloop
 from allspark_bus import vitals
 from allspark_bus.catalogue import Catalogue
-from allspark_bus.errors import Denied, FleetError
+from allspark_bus.errors import Denied, FleetError, ParamError
 from allspark_bus.ledger import Ledger
+from allspark_bus.response_format import document_of
 from allspark_bus.store import Store
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
@@ -28,6 +29,7 @@ from allspark_workers.engine.errors import EngineError
 from allspark_workers.engine.threads import SWITCH_INTERVAL_S, set_environment
 from allspark_workers.engine.types import StepOutput
 from allspark_workers.file_info import file_information
+from allspark_workers.guided.errors import GuideError
 from allspark_workers.guided.guides import Guides
 from allspark_workers.hosted import HostedModel
 from allspark_workers.ports import EnginePort, LoadEngine
@@ -158,6 +160,8 @@ class Worker:
                 reply.tokens.CopyFrom(await self._tokenize(call.tokenize))
             elif kind == "check_adapter":
                 await self._check_adapter(call.check_adapter)
+            elif kind == "check_document":
+                await self._check_document(call.check_document)
             else:
                 info = await asyncio.to_thread(
                     file_information, call.get_file_information, self._settings.model_root
@@ -188,6 +192,12 @@ class Worker:
         hosted = self._reconciler.running(call.model_name)
         if hosted is not None:
             await asyncio.to_thread(hosted.engine.check_adapter, call.lora_name)
+
+    async def _check_document(self, call: fleet.CheckDocument) -> None:
+        try:
+            await self._guides.check(document_of(call.kind, call.text))
+        except GuideError as e:
+            raise ParamError(f"response_format: {e}") from e
 
     # ---- life -------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from allspark_proto import allspark_service_pb2 as pb
 
 from allspark_workers.guided.compiler import Compiler
 from allspark_workers.guided.errors import GuideError
-from allspark_workers.guided.sources import Source, model_source, request_source
+from allspark_workers.guided.sources import Recent, Source, model_source, request_source
 from allspark_workers.guided.trial import Trials
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Guides:
         self._trials = Trials(cpu_s, MAX_COMPILED_BYTES)
         self._pool = ThreadPoolExecutor(_THREADS, "guided")
         self.compiler = Compiler(max_documents)
+        self._tried: Recent[Document, bool] = Recent(max_documents)  # that have passed
 
     async def prepare(
         self, config: pb.GenerateConfig, facts: ModelFacts, generated: Sequence[int]
@@ -62,13 +63,26 @@ class Guides:
         document = response_format.document(config.response_format)
         if document is None:
             return None
-        if (size := len(document.text.encode())) > self._max_bytes:
-            raise GuideError(f"{document.kind} has {size} bytes, this worker's limit is {self._max_bytes}")
+        self._check_size(document)
         order = await self._run(partial(self._order, config, facts, document))
         if not order.is_compiled:
-            await self._trials.check(document)
+            await self._try(document)
         digest, source, eos_ids, _ = order
         return await self._run(partial(self.compiler.guide, document, digest, source, eos_ids, generated))
+
+    async def check(self, document: Document) -> None:
+        """Raises GuideError for a document that cannot be compiled here, whatever the vocabulary is."""
+        self._check_size(document)
+        await self._try(document)
+
+    def _check_size(self, document: Document) -> None:
+        if (size := len(document.text.encode())) > self._max_bytes:
+            raise GuideError(f"{document.kind} has {size} bytes, this worker's limit is {self._max_bytes}")
+
+    async def _try(self, document: Document) -> None:
+        if self._tried.get(document) is None:
+            await self._trials.check(document)
+            self._tried.put(document, True)
 
     async def close(self) -> None:
         """Ends threads and children."""

@@ -1,12 +1,13 @@
-"""A worker is asked about an adapter before a request is recorded; good answers are kept for a while."""
+"""A worker is asked about an adapter or a document before a request is recorded; good answers are kept."""
 
 import pytest
-from allspark_broker.adapters import MAX_REMEMBERED, REMEMBER_S, AdapterCheck
 from allspark_broker.admission import MAX_ADAPTER_NAME_BYTES, check_adapter_name
 from allspark_broker.build import check_config
+from allspark_broker.worker_checks import MAX_REMEMBERED, REMEMBER_S, WorkerChecks
 from allspark_broker.workers import WorkerTable
 from allspark_bus.catalogue import ModelRecord, ModelState
 from allspark_bus.errors import BrokerUnavailable, FleetError
+from allspark_bus.response_format import Document
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
@@ -20,13 +21,16 @@ class Fixture:
         self.answer = fleet.ControlReply()
         self.is_silent = False
         self.table = WorkerTable(5.0, lambda: self.now_s)
-        self.check = AdapterCheck(self.table, self.control, lambda: self.now_s)
+        self.check = WorkerChecks(self.table, self.control, lambda: self.now_s)
 
     def add_worker(self, name: str, state: str = "running", model: str = "m") -> None:
         self.table.announce(name, fleet.Announce(models=[fleet.WorkerModel(name=model, state=state)]))
 
     async def control(self, worker: str, call: fleet.ControlCall) -> fleet.ControlReply:
-        self.asked.append((worker, call.check_adapter.model_name, call.check_adapter.lora_name))
+        if call.WhichOneof("call") == "check_document":
+            self.asked.append((worker, call.check_document.kind, call.check_document.text))
+        else:
+            self.asked.append((worker, call.check_adapter.model_name, call.check_adapter.lora_name))
         if self.is_silent:
             raise BrokerUnavailable("no answer")
         return self.answer
@@ -44,13 +48,13 @@ def record(generation: int = 1) -> ModelRecord:
 async def test_a_good_answer_is_remembered_for_a_while(fixture: Fixture) -> None:
     fixture.add_worker("w")
     for _ in range(3):
-        await fixture.check.check(record(), "a")
+        await fixture.check.adapter(record(), "a")
     assert fixture.asked == [("w", "m", "a")]
-    await fixture.check.check(record(), "b")
-    await fixture.check.check(record(2), "a")
+    await fixture.check.adapter(record(), "b")
+    await fixture.check.adapter(record(2), "a")
     assert len(fixture.asked) == 3, "another adapter, another version of the model"
     fixture.now_s = REMEMBER_S
-    await fixture.check.check(record(), "a")
+    await fixture.check.adapter(record(), "a")
     assert len(fixture.asked) == 4
 
 
@@ -59,40 +63,52 @@ async def test_a_bad_answer_is_passed_on_and_asked_again(fixture: Fixture) -> No
     fixture.answer = fleet.ControlReply(as_status=pb.ALLSPARK_EXCEED_LIMIT_ERROR, reason="rank 100")
     for _ in range(2):
         with pytest.raises(FleetError, match="rank 100") as e:
-            await fixture.check.check(record(), "a")
+            await fixture.check.adapter(record(), "a")
         assert e.value.status == pb.ALLSPARK_EXCEED_LIMIT_ERROR
     assert len(fixture.asked) == 2
     fixture.answer = fleet.ControlReply()
-    await fixture.check.check(record(), "a")
+    await fixture.check.adapter(record(), "a")
 
 
 async def test_only_workers_that_run_the_model_are_asked(fixture: Fixture) -> None:
-    await fixture.check.check(record(), "a")
+    await fixture.check.adapter(record(), "a")
     fixture.add_worker("loading", "building")
     fixture.add_worker("other", model="n")
-    await fixture.check.check(record(), "a")
+    await fixture.check.adapter(record(), "a")
     assert fixture.asked == [], "nobody can say: the worker that takes the request decides"
     fixture.add_worker("ready")
-    await fixture.check.check(record(), "a")
+    await fixture.check.adapter(record(), "a")
     assert fixture.asked == [("ready", "m", "a")]
 
 
 async def test_a_silent_worker_does_not_stop_requests_and_is_not_remembered(fixture: Fixture) -> None:
     fixture.add_worker("w")
     fixture.is_silent = True
-    await fixture.check.check(record(), "a")
+    await fixture.check.adapter(record(), "a")
     fixture.is_silent = False
-    await fixture.check.check(record(), "a")
+    await fixture.check.adapter(record(), "a")
     assert len(fixture.asked) == 2
 
 
 async def test_what_is_remembered_is_bounded(fixture: Fixture) -> None:
     fixture.add_worker("w")
     for i in range(MAX_REMEMBERED + 10):
-        await fixture.check.check(record(), f"a{i}")
+        await fixture.check.adapter(record(), f"a{i}")
     assert len(fixture.check._good) == MAX_REMEMBERED
-    await fixture.check.check(record(), f"a{MAX_REMEMBERED + 9}")
+    await fixture.check.adapter(record(), f"a{MAX_REMEMBERED + 9}")
     assert len(fixture.asked) == MAX_REMEMBERED + 10
+
+
+async def test_a_document_is_asked_about_once_for_all_models(fixture: Fixture) -> None:
+    fixture.add_worker("w")
+    await fixture.check.document(record(), None)
+    for generation in (1, 2):
+        await fixture.check.document(record(generation), Document("regex", "a+"))
+    await fixture.check.document(record(), Document("grammar", "a+"))
+    assert fixture.asked == [("w", "regex", "a+"), ("w", "grammar", "a+")]
+    fixture.answer = fleet.ControlReply(as_status=pb.ALLSPARK_PARAM_ERROR, reason="unclosed group")
+    with pytest.raises(FleetError, match="unclosed group"):
+        await fixture.check.document(record(), Document("regex", "("))
 
 
 def test_names_that_cannot_be_names() -> None:
