@@ -13,6 +13,8 @@ from allspark_broker.work import Work
 MAX_UNREACHABLE = 2
 #: A worker that Redis has owed an answer for so long gets no requests: they would wait there.
 STORE_DOUBT_S = 2.0
+#: What it holds goes to others after this; a claim is one round trip, and what it computed meanwhile is lost.
+RESCUE_S = 3.0
 #: Affinity may load a worker up to this multiple of the mean: consistent hashing with bounded loads
 #: (Mirrokni, Thorup and Zadimoghaddam, 2016, arXiv 1608.01350).
 LOAD_FACTOR = 1.25
@@ -155,7 +157,8 @@ class WorkerTable:
 
     def without_store(self) -> list[Worker]:
         """Workers with requests that Redis has been silent to for too long, while others can serve them."""
-        limit_s = max(self.timeout_s, STORE_DOUBT_S)  # no sooner than it is passed over for new requests
+        # No sooner than it is passed over for new requests.
+        limit_s = max(min(self.timeout_s, RESCUE_S), STORE_DOUBT_S)
         cut_off = [w for w in self if w.flights and w.store_silent_s >= limit_s]
         healthy = [w for w in self if w.store_silent_s < STORE_DOUBT_S and not w.draining]
         served = {name for w in healthy for name, state in w.models.items() if state.state == "running"}

@@ -17,7 +17,8 @@ from allspark_gateway.tls import CertificateFiles, TlsError
 DEFAULT_TENANT = "default"
 UNIX = "unix:"
 MAX_UNIX_PATH_BYTES = 107  # sockaddr_un on Linux
-KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MIN_CLIENT_PING_MS = 30_000, 10_000, 5_000
+KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 10_000
+MIN_CLIENT_PING_MS = 1_000  # our clients ask after 2 s of silence; who asks more often is disconnected
 
 
 class ListenError(OSError):

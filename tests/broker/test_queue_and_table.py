@@ -117,15 +117,15 @@ def test_a_worker_that_does_not_reach_the_store_gets_nothing_and_keeps_nothing()
     cut_off, _ = table.announce("a", announce(("held", 1)))
     table.heartbeat(cut_off, heartbeat(1.9))
     assert table.choose("m") is cut_off
-    table.heartbeat(cut_off, heartbeat(6.0))
+    table.heartbeat(cut_off, heartbeat(3.1))
     assert table.choose("m") is None
     assert table.without_store() == [], "nobody else could serve it"
     other, _ = table.announce("b", announce())
     assert table.without_store() == [cut_off]
     assert table.choose("m") is other
-    table.heartbeat(cut_off, heartbeat(4.9))
+    table.heartbeat(cut_off, heartbeat(2.9))
     assert table.without_store() == [], "it may come back"
-    table.heartbeat(cut_off, heartbeat(6.0))
+    table.heartbeat(cut_off, heartbeat(3.1))
     table.heartbeat(other, heartbeat(3.0))
     assert table.without_store() == [], "the other one fares no better"
     table.heartbeat(cut_off, heartbeat(0.0))

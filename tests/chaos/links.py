@@ -1,8 +1,9 @@
 """`python -m tests.chaos.links`: how long clients wait when one pair of processes is cut.
 
-The first process of a kind is cut off from all its peers of another kind, in each way for the same time,
-with default settings and under load. A row is one cut: the longest wait of any client, measured from the
-beginning of the cut, and how long after the cut had ended the last of these waits lasted.
+One process of the first kind is cut off from all its peers of the second, in each way for the same time, with
+default settings and under load; "broker-worker" cuts a broker off from all workers, "worker-broker" a worker
+from all brokers. A row is one cut: the longest wait of any client, measured from the beginning of the cut,
+and how long after the cut had ended the last of these waits lasted.
 """
 
 import argparse
@@ -22,9 +23,10 @@ from tests.chaos.network import CutFleet
 from tests.chaos.scripted import ScriptedWorkload
 from tests.chaos.workload import MODEL
 from tests.conftest import ValkeyProcess
-from tests.network.proxy import FAULTS
+from tests.network.proxy import FAULTS, Proxy
 
-PAIRS = ("worker-broker", "worker-store", "gateway-broker", "gateway-store", "broker-store", "client-gateway")
+PAIRS = ("worker-broker", "broker-worker", "worker-store", "gateway-broker", "gateway-store", "broker-store")
+PAIRS += ("client-gateway",)
 WAYS = ("cut", "cut-up", "cut-down", "reset")
 NOTICED_S = 0.5  # a wait that is longer has to do with the cut
 
@@ -63,32 +65,39 @@ def waits(stories: Sequence[Story], began: float, ended: float, until: float) ->
     return found
 
 
+def links(made: CutFleet, pair: str, turn: int) -> list[Proxy]:
+    """Of the process whose turn it is: who fled to one of two is met there by the next cut."""
+    if pair == "broker-worker":
+        return made.around_broker(turn % made.options.brokers)
+    if pair.endswith("-broker"):  # the last number of each process means all brokers
+        per_process = made.options.brokers + 1
+        return made.links(pair, turn % 2 * per_process + made.options.brokers)
+    return made.links(pair, turn % 2)
+
+
 async def measure(
-    made: CutFleet, store: Store, cuts: Sequence[tuple[str, str]], cut_s: float, settle_s: float, clients: int
-) -> tuple[list[Row], list[str]]:
-    """The rows, and what was wrong with any request."""
-    load = Load(ScriptedWorkload(1), made.client_addresses(), store, clients)
+    made: CutFleet, store: Store, cut: tuple[str, str, int], cut_s: float, settle_s: float, clients: int
+) -> tuple[Row, list[str]]:
+    """The row of one cut (pair, way, turn), and what was wrong with any request."""
+    pair, way, turn = cut
+    load = Load(ScriptedWorkload(turn), made.client_addresses(), store, clients, name=f"cut-{turn}")
     loading = asyncio.create_task(load.run())
-    rows = []
-    for pair, way in cuts:
-        await asyncio.sleep(settle_s)  # the consequences of the last one are over
-        first, began = len(load.stories), time.monotonic()
-        for proxy in made.all_links(pair):
-            await asyncio.to_thread(proxy.set, FAULTS[way])
-        await asyncio.sleep(cut_s)  # what the fault is
-        for proxy in made.all_links(pair):
-            await asyncio.to_thread(proxy.heal)
-        ended = time.monotonic()
-        await asyncio.sleep(settle_s)
-        recent = load.stories[max(0, first - clients) :]
-        while any(s.events[-1] < ended and not s.is_over for s in recent):
-            await asyncio.sleep(0.1)  # polling: what clients got is a list
-        found = waits(recent, began, ended, ended + settle_s)
-        rows.append(Row(pair, way, found, sum(s.finish_reason == "poison" for s in recent)))
-        print(rows[-1].line(), flush=True)
+    await asyncio.sleep(settle_s)  # the consequences of the last one are over
+    proxies = links(made, pair, turn)
+    began = time.monotonic()
+    for proxy in proxies:
+        await asyncio.to_thread(proxy.set, FAULTS[way])
+    await asyncio.sleep(cut_s)  # what the fault is
+    for proxy in proxies:
+        await asyncio.to_thread(proxy.heal)
+    ended = time.monotonic()
+    await asyncio.sleep(settle_s)
     load.finish()
     await loading
-    return rows, load.complaints
+    found = waits(load.stories, began, ended, ended + settle_s)
+    row = Row(pair, way, found, sum(s.finish_reason == "poison" for s in load.stories))
+    print(row.line(), flush=True)
+    return row, load.complaints
 
 
 def main() -> int:
@@ -100,6 +109,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     flags = parser.parse_args()
     cuts = [(pair, way) for pair in flags.pair or PAIRS for way in flags.way or WAYS]
+    turns = [(pair, way, turn) for turn, (pair, way) in enumerate(cuts)]
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         (root / "data").mkdir()
@@ -114,7 +124,7 @@ def main() -> int:
             with CutFleet(options, lambda name, line: print(f"{name} | {line}", file=sys.stderr)) as made:
                 made.load_model(MODEL, served.path)
                 print("\n".join(HEAD), flush=True)
-                complaints = asyncio.run(_measure(made, valkey.url, cuts, flags))
+                complaints = asyncio.run(_measure(made, valkey.url, turns, flags))
         finally:
             valkey.kill()
     for complaint in complaints:
@@ -123,14 +133,16 @@ def main() -> int:
 
 
 async def _measure(
-    made: CutFleet, url: str, cuts: Sequence[tuple[str, str]], flags: argparse.Namespace
+    made: CutFleet, url: str, cuts: Sequence[tuple[str, str, int]], flags: argparse.Namespace
 ) -> list[str]:
-    store = Store(url, patience_s=None)
+    store, complaints = Store(url, patience_s=None), []
     try:
-        _, complaints = await measure(made, store, cuts, flags.cut_s, flags.settle_s, flags.clients)
-        return complaints
+        for cut in cuts:
+            _, wrong = await measure(made, store, cut, flags.cut_s, flags.settle_s, flags.clients)
+            complaints += wrong
     finally:
         await store.close()
+    return complaints
 
 
 if __name__ == "__main__":

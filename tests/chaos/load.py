@@ -27,6 +27,7 @@ class Story:
 
     index: int
     asked: Ask
+    load: str = "chaos"
     events: list[float] = field(default_factory=lambda: [time.monotonic()])
     lengths: list[int] = field(default_factory=lambda: [0])
     tokens: list[int] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Story:
 
     @property
     def uuid(self) -> str:
-        return f"chaos-{self.index}"
+        return f"{self.load}-{self.index}"
 
     def note(self) -> float:
         """Something arrived now."""
@@ -49,7 +50,10 @@ class Story:
 class Load:
     """`clients` requests at a time until told to finish. What is wrong with any is in `complaints`."""
 
-    def __init__(self, workload: Workload, addresses: Sequence[str], store: Store, clients: int) -> None:
+    def __init__(
+        self, workload: Workload, addresses: Sequence[str], store: Store, clients: int, name: str = "chaos"
+    ) -> None:
+        self._name = name
         self._workload = workload
         self._addresses = addresses
         self._store = store
@@ -76,7 +80,7 @@ class Load:
         async with AsyncClient(addresses, timeout_s=5.0, retry_s=PATIENCE_S) as client:
             while not self._is_finishing:
                 index, self._next = self._next, self._next + 1
-                story = Story(index, self._workload.ask(index))
+                story = Story(index, self._workload.ask(index), self._name)
                 self.stories.append(story)
                 try:
                     async with asyncio.timeout(2 * PATIENCE_S):

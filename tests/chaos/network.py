@@ -59,6 +59,10 @@ class CutFleet(Fleet):
         proxies = self._network.of(_name(kind, 0, peer))
         return proxies[:1] if kind == "client" else proxies
 
+    def around_broker(self, index: int) -> list[Proxy]:
+        """Between all workers and one broker."""
+        return [self._network.of(_name("worker", i, "broker"))[index] for i in range(self.options.workers)]
+
     def links(self, pair: str, number: int) -> list[Proxy]:
         """Between one process and one of its peers, or (the last numbers of a process) all of its brokers."""
         kind, _, peer = pair.partition("-")

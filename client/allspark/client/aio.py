@@ -14,12 +14,13 @@ from allspark_proto.allspark_service_pb2_grpc import AllSparkStub
 
 from allspark.client.access import Access
 from allspark.client.calls import (
-    CHANNEL_OPTIONS,
     GET_WAIT_S,
     OPERATOR,
     Attempts,
+    Place,
     Progress,
     Route,
+    channel_options,
     check_status,
     trailing_texts,
 )
@@ -44,7 +45,7 @@ class AsyncClient:
         self._access.check(self._route.addresses)
         self._timeout_s = timeout_s
         self._model_timeout_s = model_timeout_s
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[Place, grpc.aio.Channel] = {}
 
     async def submit(
         self,
@@ -117,25 +118,25 @@ class AsyncClient:
         """Any RPC by its name: answer and trailing metadata; a failure goes on to the other addresses."""
         attempts = Attempts(name, self._route)
         while True:
-            address = self._route.current
+            place = attempts.place()
             try:
-                return await self._once(address, name, message, timeout_s or self._timeout_s, metadata)
+                return await self._once(place, name, message, timeout_s or self._timeout_s, metadata)
             except grpc.aio.AioRpcError as error:
-                await asyncio.sleep(attempts.failed(address, error.code(), error.details() or ""))
+                await asyncio.sleep(attempts.failed(place[0], error.code(), error.details() or ""))
 
     async def wait_for_tokens(self, message: pb.UUID, progress: Progress, wait_s: float) -> list[int]:
         """One Get that waits at most ``wait_s``; an empty list means that nothing came in this time."""
         attempts = Attempts("Get", self._route)
         while True:
-            address = self._route.current
+            place = attempts.place()
             try:
-                reply, trailing = await self._once(address, "Get", message, wait_s, progress.metadata())
+                reply, trailing = await self._once(place, "Get", message, wait_s, progress.metadata())
                 break
             except grpc.aio.AioRpcError as error:
                 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                    self._route.leave(address)
+                    self._route.leave(place[0])
                     return []
-                await asyncio.sleep(attempts.failed(address, error.code(), error.details() or ""))
+                await asyncio.sleep(attempts.failed(place[0], error.code(), error.details() or ""))
         ids = progress.accept(reply, trailing)
         if not ids and not progress.is_ended:
             status, trailing = await self.call("GenerateStatus", message)
@@ -143,9 +144,9 @@ class AsyncClient:
         return ids
 
     async def _once(
-        self, address: str, name: str, message: object, timeout_s: float, metadata: Sequence[tuple[str, str]]
+        self, place: Place, name: str, message: object, timeout_s: float, metadata: Sequence[tuple[str, str]]
     ) -> tuple[Any, dict[str, str]]:
-        call = getattr(self._stub(address), name)(
+        call = getattr(self._stub(place), name)(
             message, timeout=timeout_s, metadata=self._access.metadata(metadata)
         )
         reply = await call
@@ -155,10 +156,11 @@ class AsyncClient:
         reply, trailing = await self.call(name, message, timeout_s=self._model_timeout_s, metadata=metadata)
         check_status(name, reply.as_status, trailing)
 
-    def _stub(self, address: str) -> object:
-        if address not in self._channels:
-            self._channels[address] = self._access.aio_channel(address, CHANNEL_OPTIONS)
-        return AllSparkStub(self._channels[address])
+    def _stub(self, place: Place) -> object:
+        if place not in self._channels:
+            address, patience = place
+            self._channels[place] = self._access.aio_channel(address, channel_options(patience))
+        return AllSparkStub(self._channels[place])
 
     async def __aenter__(self) -> Self:
         return self

@@ -18,17 +18,43 @@ from allspark.client.errors import (
 )
 
 MAX_MESSAGE_BYTES = 64 << 20
-CHANNEL_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A gateway that the network was cut off from is left after 15 s, however long its answer may take.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    # A gateway that comes back must be found at once, not after grpc's default back-off of up to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-]
+#: A connection on which nothing arrives for `SILENT_S` while a call waits is asked for a sign of life, and is
+#: left after another `ANSWER_S` without one: a network that was cut says nothing. By default gRPC waits a
+#: minute for it, whatever keepalive_timeout_ms is (1.85), and asks no more than twice while nothing is sent.
+SILENT_S, ANSWER_S = 2.0, 3.0
+CONNECT_S = 1.0  # how long a gateway that says nothing may take until the connection is there
+SILENCE_S = 0.9 * CONNECT_S  # a try that failed sooner had an answer: a refusal
+MAX_PATIENCE = 4
+_WINDOW_BYTES = 4 << 20
+
+
+def channel_options(patience: int = 0) -> list[tuple[str, int]]:
+    """Options of a channel whose limits are those above times 2 to the power of `patience`.
+
+    On a slow link the sign of life waits behind what is on its way already.
+    """
+    factor = 2**patience
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", int(1000 * SILENT_S * factor)),
+        ("grpc.keepalive_timeout_ms", int(1000 * ANSWER_S * factor)),
+        ("grpc.http2.ping_timeout_ms", int(1000 * ANSWER_S * factor)),
+        ("grpc.http2.max_pings_without_data", 0),  # any number
+        # The pings that measure the bandwidth have the same limit, and come while much arrives: a fixed
+        # window instead.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+        # A gateway that comes back must be found at once, not after a default back-off of up to two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.min_reconnect_backoff_ms", int(1000 * CONNECT_S * factor)),  # the limit of one attempt
+    ]
+
+
+CHANNEL_OPTIONS = channel_options()
+#: Address and patience of a channel.
+Place = tuple[str, int]
 #: One Get waits at most this long; then the next address is asked, so that a frozen gateway is left behind.
 GET_WAIT_S = 20.0
 #: Request metadata of a Build whose model is to be the operator's.
@@ -76,7 +102,17 @@ class Attempts:
     route: Route
     clock: Callable[[], float] = time.monotonic
     _since: float | None = None
+    _tried_at: float | None = None
     _failures: int = 0
+    _silences: int = 0
+
+    def place(self) -> Place:
+        """The address for a try that begins now, and the `patience` of its channel.
+
+        After each round over all addresses in which nothing was heard it is one more.
+        """
+        self._tried_at = self.clock()
+        return self.route.current, min(MAX_PATIENCE, self._silences // len(self.route.addresses))
 
     def failed(self, address: str, code: grpc.StatusCode, details: str) -> float:
         """Seconds to wait before the next try; raises when there should be none."""
@@ -86,6 +122,8 @@ class Attempts:
             raise AllSparkError(f"{self.call} at {address}: {details} ({code.name})")
         now = self.clock()
         self._since = now if self._since is None else self._since
+        if self._tried_at is not None and now - self._tried_at >= SILENCE_S:
+            self._silences += 1
         if now - self._since >= self.route.retry_s:
             tried = ", ".join(self.route.addresses)
             raise FleetUnavailable(

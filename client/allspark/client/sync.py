@@ -13,12 +13,13 @@ from allspark_proto.allspark_service_pb2_grpc import AllSparkStub
 
 from allspark.client.access import Access
 from allspark.client.calls import (
-    CHANNEL_OPTIONS,
     GET_WAIT_S,
     OPERATOR,
     Attempts,
+    Place,
     Progress,
     Route,
+    channel_options,
     check_status,
     trailing_texts,
 )
@@ -49,7 +50,7 @@ class Client:
         self._timeout_s = timeout_s
         self._model_timeout_s = model_timeout_s
         self._lock = threading.Lock()
-        self._channels: dict[str, grpc.Channel] = {}
+        self._channels: dict[Place, grpc.Channel] = {}
 
     def submit(
         self,
@@ -127,25 +128,25 @@ class Client:
         """Any RPC by its name: answer and trailing metadata; a failure goes on to the other addresses."""
         attempts = Attempts(name, self._route)
         while True:
-            address = self._route.current
+            place = attempts.place()
             try:
-                return self._once(address, name, message, timeout_s or self._timeout_s, metadata)
+                return self._once(place, name, message, timeout_s or self._timeout_s, metadata)
             except grpc.RpcError as error:
-                time.sleep(attempts.failed(address, error.code(), error.details() or ""))
+                time.sleep(attempts.failed(place[0], error.code(), error.details() or ""))
 
     def wait_for_tokens(self, message: pb.UUID, progress: Progress, wait_s: float) -> list[int]:
         """One Get that waits at most ``wait_s``; an empty list means that nothing came in this time."""
         attempts = Attempts("Get", self._route)
         while True:
-            address = self._route.current
+            place = attempts.place()
             try:
-                reply, trailing = self._once(address, "Get", message, wait_s, progress.metadata())
+                reply, trailing = self._once(place, "Get", message, wait_s, progress.metadata())
                 break
             except grpc.RpcError as error:
                 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                    self._route.leave(address)
+                    self._route.leave(place[0])
                     return []
-                time.sleep(attempts.failed(address, error.code(), error.details() or ""))
+                time.sleep(attempts.failed(place[0], error.code(), error.details() or ""))
         ids = progress.accept(reply, trailing)
         if not ids and not progress.is_ended:
             status, trailing = self.call("GenerateStatus", message)
@@ -153,9 +154,9 @@ class Client:
         return ids
 
     def _once(
-        self, address: str, name: str, message: object, timeout_s: float, metadata: Sequence[tuple[str, str]]
+        self, place: Place, name: str, message: object, timeout_s: float, metadata: Sequence[tuple[str, str]]
     ) -> tuple[Any, dict[str, str]]:
-        method = getattr(self._stub(address), name)
+        method = getattr(self._stub(place), name)
         reply, call = method.with_call(message, timeout=timeout_s, metadata=self._access.metadata(metadata))
         return reply, trailing_texts(call.trailing_metadata())
 
@@ -163,11 +164,12 @@ class Client:
         reply, trailing = self.call(name, message, timeout_s=self._model_timeout_s, metadata=metadata)
         check_status(name, reply.as_status, trailing)
 
-    def _stub(self, address: str) -> AllSparkStub:
+    def _stub(self, place: Place) -> AllSparkStub:
         with self._lock:
-            if address not in self._channels:
-                self._channels[address] = self._access.channel(address, CHANNEL_OPTIONS)
-            return AllSparkStub(self._channels[address])
+            if place not in self._channels:
+                address, patience = place
+                self._channels[place] = self._access.channel(address, channel_options(patience))
+            return AllSparkStub(self._channels[place])
 
     def __enter__(self) -> Self:
         return self
