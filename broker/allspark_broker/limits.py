@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from allspark_bus import damage, keys
 from allspark_bus.errors import Damaged, Denied
@@ -30,6 +31,21 @@ RETRY_MS = 1000  # nobody knows when one of its requests ends
 JITTER = 0.25  # hints are longer by up to so much, so that denied clients do not come back together
 #: An entry without a record may belong to an admission in progress; after this it does not.
 GRACE_MS = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """`name`: "open", "ended" or "released"; "" for unknown and damaged records. `generated`: tokens."""
+
+    name: str = ""
+    generated: int | None = None
+
+    @classmethod
+    def of(cls, state: bytes | None, tokens: bytes | None, tokens_before: bytes | None) -> "RequestState":
+        """From fields of the record."""
+        name = (state or b"").decode(errors="replace")
+        count = (tokens_before if name == "released" else tokens) or b""
+        return cls(name, int(count) if count.isdigit() else None)
 
 
 class LimitedLedger(Ledger):
@@ -55,13 +71,15 @@ class LimitedLedger(Ledger):
         use = await self.use.of(rid) if self.is_limited(rid) else None
         answer = await super().release(rid)
         if use is not None:
-            await self.use.free(rid, use.tag)
+            [state] = await self.states([rid])
+            await self.use.free(rid, use.tag, state.generated if state.name == "released" else None)
         return answer
 
-    async def states(self, rids: Sequence[str]) -> list[str]:
-        """ "open", "ended" or "released"; "" for unknown and damaged records."""
-        found = await outcomes(self._store, [("HGET", keys.request(rid), "st") for rid in rids])
-        return [state.decode() if isinstance(state, bytes) else "" for state in found]
+    async def states(self, rids: Sequence[str]) -> list[RequestState]:
+        """Where the requests are."""
+        fields = ("st", "n", "nt")
+        found = await outcomes(self._store, [("HMGET", keys.request(rid), *fields) for rid in rids])
+        return [RequestState() if isinstance(f, Damaged) else RequestState.of(*f) for f in found]
 
     async def tenants_with_requests(self) -> AsyncIterator[str]:
         """Tenants that have requests which are not released; one may come twice."""
@@ -79,12 +97,12 @@ class LimitedLedger(Ledger):
         states = await self.states([use.request_id for use in uses])
         limit_ms = now_ms() - GRACE_MS
         gone = [
-            use
+            (use, state.generated)
             for use, state in zip(uses, states, strict=True)
-            if state == "ended" or (state != "open" and use.since_ms < limit_ms)
+            if state.name == "ended" or (state.name != "open" and use.since_ms < limit_ms)
         ]
-        for use in gone:
-            await self.use.free(use.request_id, use.tag)
+        for use, generated in gone:
+            await self.use.free(use.request_id, use.tag, generated)
         return len(gone)
 
 
@@ -112,24 +130,24 @@ class Limits:
         """Open requests of a tenant in the whole fleet, and their tokens; zeros without limits."""
         return (0, 0) if self.tenants.quota(tenant) is None else await self._ledger.use.sums(tenant)
 
-    async def take(self, rid: str, work: int) -> str:
+    async def take(self, rid: str, work: Work) -> str:
         """Counts a request that is about to be recorded; a tag, "" without limits. Raises Denied."""
         tenant, _ = keys.split_request_id(rid)
         quota = self._ledger.tenants.quota(tenant)
         if quota is None:
             return ""
-        verdict = await self._ledger.use.reserve(rid, work, quota)
-        if verdict.refused_by in ("requests", "tokens") and self._may_look(tenant):
+        verdict = await self._ledger.use.reserve(rid, work.tokens, quota, work.returnable)
+        if verdict.refused_by and self._may_look(tenant):
             await self.settle(tenant)
-            verdict = await self._ledger.use.reserve(rid, work, quota)
+            verdict = await self._ledger.use.reserve(rid, work.tokens, quota, work.returnable)
         if verdict.refused_by:
-            raise denial(tenant, work, quota, verdict)
+            raise denial(tenant, work.tokens, quota, verdict)
         return verdict.tag
 
     async def give_back(self, rid: str, tag: str) -> None:
         """A request that counts as `tag` was not recorded: it goes, unless one of its id is open."""
-        if tag and (await self._ledger.states([rid])) != ["open"]:
-            await self._ledger.use.free(rid, tag)
+        if tag and (await self._ledger.states([rid]))[0].name != "open":
+            await self._ledger.use.withdraw(rid, tag)
 
     def _may_look(self, tenant: str) -> bool:
         now_s = self._clock()
@@ -149,7 +167,7 @@ class Limits:
         counted = {use.request_id for use in await self._ledger.use.all_of(tenant)}
         missing = [r for r in await self._ledger.tenant_requests(tenant) if r not in counted]
         states = await self._ledger.states(missing)
-        for rid in [r for r, state in zip(missing, states, strict=True) if state == "open"]:
+        for rid in [r for r, state in zip(missing, states, strict=True) if state.name == "open"]:
             await self._count(rid)
 
     async def _count(self, rid: str) -> None:

@@ -135,7 +135,7 @@ class Requests:
         outcome, tag = "failed", ""
         generation = self._lifecycle.serving(request.model_name).generation
         try:
-            tag = await self.limits.take(rid, work.tokens)
+            tag = await self.limits.take(rid, work)
             admission = await self._ledger.admit(entry, digest, envelope.sent_unix_ms)
             if admission.outcome == "new" and admission.generation != generation:
                 await self._check_again(envelope, rid, tag)

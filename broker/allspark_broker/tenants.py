@@ -8,7 +8,7 @@
     [tenant.team-a]
     weight = 3                # share of the workers beside others who wait; 1 unless set
     max_tokens = 2_000_000    # prompt and output (as granted) of all its open requests
-    token_rate = 5_000        # such tokens per second that are admitted
+    token_rate = 5_000        # such tokens per second; what was not generated comes back
     token_burst = 100_000     # how many at once after a pause; 10 s of the rate unless set
 
 What is not set is not limited, and without a file nobody is. A table inherits nothing from [others].

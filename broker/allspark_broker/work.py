@@ -16,6 +16,14 @@ class Work:
     rows: int = 1
 
     @property
+    def returnable(self) -> int:
+        """Of `tokens`, those that need not be paid if they are not generated.
+
+        With several sequences nobody knows how many each of them has generated.
+        """
+        return self.output if self.rows == 1 else 0
+
+    @property
     def tokens(self) -> int:
         """Both; at least 1."""
         return max(1, self.prompt + self.output)

@@ -60,19 +60,30 @@ class TenantUse:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def reserve(self, rid: str, tokens: int, quota: Quota) -> Verdict:
-        """Counts a request of `tokens` if its tenant's limits allow it."""
+    async def reserve(self, rid: str, tokens: int, quota: Quota, returnable: int = 0) -> Verdict:
+        """Counts a request of `tokens` if its tenant's limits allow it.
+
+        `returnable` of them, less what it generated, come back to its rate when it does not count any more.
+        """
         tag = os.urandom(6).hex()
-        args = [quota.max_requests, quota.max_tokens, quota.token_rate, quota.token_burst]
+        args = [quota.max_requests, quota.max_tokens, quota.token_rate, quota.token_burst, returnable]
         with damage.named(f"the use of tenant {keys.split_request_id(rid)[0]}"):
             outcome, *numbers = await self._store.script(RESERVE, _keys(rid), [rid, tag, tokens, *args])
             refused_by = "" if outcome == b"ok" else outcome.decode()
             requests, total, wait_ms = map(int, numbers)
             return Verdict(refused_by, tag, requests, total, wait_ms if refused_by else 0)
 
-    async def free(self, rid: str, tag: str) -> bool:
-        """The request does not count any more, unless it is counted under another tag by now."""
-        return bool(await self._store.script(FREE, _keys(rid), [rid, tag]))
+    async def free(self, rid: str, tag: str, generated: int | None = None) -> bool:
+        """The request does not count any more, unless it is counted under another tag by now.
+
+        `generated`: its tokens; None: not known, and nothing comes back to the rate.
+        """
+        args = [rid, tag, "" if generated is None else generated]
+        return bool(await self._store.script(FREE, _keys(rid), args))
+
+    async def withdraw(self, rid: str, tag: str) -> bool:
+        """As `free`, for what was never recorded: all that it was charged comes back."""
+        return bool(await self._store.script(FREE, _keys(rid), [rid, tag, "none"]))
 
     async def of(self, rid: str) -> Use | None:
         """How a request is counted."""
@@ -110,5 +121,5 @@ def _keys(rid: str) -> list[str]:
 
 def _use(rid: str, value: bytes) -> Use:
     with damage.named(f"the use of request {rid}"):
-        tag, tokens, since_ms = value.decode().split()
+        tag, tokens, since_ms, *_ = value.decode().split()
         return Use(rid, tag, int(tokens), int(since_ms))

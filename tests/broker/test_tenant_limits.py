@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from allspark_broker.limits import GRACE_MS, LimitedLedger, Limits
 from allspark_broker.tenants import BURST_S, TenantFileError, Tenants, parse
-from allspark_broker.work import work_of
+from allspark_broker.work import Work, work_of
 from allspark_bus import keys
 from allspark_bus.errors import Denied
 from allspark_bus.ledger import Append, Ending, Entry, Ledger, Ttl, now_ms
@@ -33,14 +33,16 @@ class Broker:
 
     def __init__(self, store: Store, file: Path | None, name: str = "b1") -> None:
         self.clock = Clock()
+        self.store = store
         self.ledger = LimitedLedger(store, Ttl(), name, Tenants(file))
         self.limits = Limits(self.ledger, lambda r: work_of(r, 512), self.clock)
 
     async def admit(self, rid: str, work: int = 10) -> str:
         """As Requests does; the outcome."""
-        tag = await self.limits.take(rid, work)
         _, uuid = keys.split_request_id(rid)
-        body = request(uuid, [1] * 4, work - 4).SerializeToString()
+        message = request(uuid, [1] * 4, work - 4)
+        tag = await self.limits.take(rid, work_of(message, 512))
+        body = message.SerializeToString()
         entry = Entry(rid, "m", 0, "", body, now_ms(), 0, 0, 0, 0)
         admission = await self.ledger.admit(entry, uuid.encode())
         if admission.outcome != "new":
@@ -50,14 +52,20 @@ class Broker:
     async def sums(self, tenant: str = "a") -> tuple[int, int]:
         return await self.ledger.use.sums(tenant)
 
+    async def level(self) -> int:
+        """Tokens in the bucket of tenant r, which fills so slowly that none is added meanwhile."""
+        found = await self.store.command("HGET", keys.tenant_rate("r"), "level")
+        return round(float(found))
 
-async def end_on_worker(store: Store, rid: str) -> None:
+
+async def end_on_worker(store: Store, rid: str, tokens: tuple[int, ...] = (1,)) -> None:
     """The terminal record; no broker has heard of it yet."""
     worker = Ledger(store)
     entry = await worker.load(rid)
     assert entry is not None
     advance = await worker.advance(rid, entry.epoch, "w")
-    assert await worker.append([Append(rid, "m", advance.epoch, 0, (1,), FINISHED)]) == [(0, 1)]
+    append = Append(rid, "m", advance.epoch, 0, tokens, FINISHED)
+    assert await worker.append([append]) == [(0, len(tokens))]
 
 
 @pytest.fixture
@@ -147,15 +155,91 @@ async def test_a_rate_admits_its_burst_and_says_when_there_is_more(store: Store,
     with pytest.raises(Denied, match="20 more tokens are over its token_rate") as e:
         await broker.admit("r/3", 20)
     assert 300_000 < e.value.retry_after_ms <= 450_000
-    await broker.ledger.release("r/1")
-    with pytest.raises(Denied):
-        await broker.admit("r/3", 20)
-    assert await broker.admit("r/1", 10) == "new", "what is left"
+    assert await broker.admit("r/3", 10) == "new", "what is left"
     await store.command("DEL", keys.tenant_rate("r"))  # as if it had filled up
     assert await broker.admit("r/large", 500) == "new", "more than the bucket holds takes a full one"
     with pytest.raises(Denied) as e:
-        await broker.admit("r/3", 5)
+        await broker.admit("r/4", 5)
     assert e.value.retry_after_ms > 400 * 36_000, "and leaves a debt"
+
+
+async def test_what_was_not_generated_comes_back_once(store: Store, file: Path) -> None:
+    """Of 20 tokens, 16 of them output: an early end, a stop, and one that never began."""
+    one, two = Broker(store, file, "b1"), Broker(store, file, "b2")
+    await one.admit("r/early", 20)
+    await one.admit("r/stopped", 20)
+    assert await one.level() == 10
+    await end_on_worker(store, "r/early", (1, 2, 3))
+    await asyncio.gather(*[broker.ledger.settle("r/early") for broker in (one, two, one, two)])
+    assert await one.level() == 10 + 13
+    await two.ledger.finish("r/stopped", Ending(pb.GenerateFinished, "stopped"))
+    await one.ledger.finish("r/stopped", Ending(pb.GenerateFinished, "stopped"))
+    await one.ledger.release("r/stopped")
+    await one.limits.restore_all()
+    assert await one.level() == 10 + 13 + 16
+    await two.admit("r/full", 20)
+    await end_on_worker(store, "r/full", tuple(range(16)))
+    await two.limits.restore_all()  # whoever should have heard of it is gone
+    await one.limits.restore_all()
+    assert await one.level() == 39 - 20
+
+
+async def test_a_release_gives_back_what_was_not_generated_even_if_its_broker_dies(
+    store: Store, file: Path
+) -> None:
+    broker = Broker(store, file)
+    await broker.admit("r/1", 20)
+    await end_on_worker(store, "r/1", (1, 2))
+    await broker.ledger.release("r/1")
+    assert await broker.level() == 50 - 20 + 14
+    await broker.admit("r/2", 20)
+    await end_on_worker(store, "r/2", (1, 2))
+    await Ledger(store, Ttl()).release("r/2")  # by a broker that died right after it
+    await broker.limits.restore_all()
+    assert await broker.level() == 44 - 20, "it may be about to be recorded again"
+    value = (await store.command("HGET", keys.tenant_use("r"), "r/2")).split()
+    value[2] = b"%d" % (now_ms() - GRACE_MS - 60_000)
+    await store.command("HSET", keys.tenant_use("r"), "r/2", b" ".join(value))
+    for _ in range(2):
+        await broker.limits.restore_all()
+    assert await broker.level() == 44 - 20 + 14
+
+
+async def test_what_was_never_recorded_is_not_charged(store: Store, file: Path) -> None:
+    broker = Broker(store, file)
+    await broker.admit("r/1", 20)
+    await end_on_worker(store, "r/1", tuple(range(16)))
+    await broker.ledger.settle("r/1")
+    assert await broker.level() == 30
+    assert await broker.admit("r/1", 20) == "same"
+    tag = await broker.limits.take("r/new", Work(4, 16))
+    assert await broker.level() == 10
+    await broker.limits.give_back("r/new", tag)
+    assert await broker.level() == 30
+
+
+async def test_several_sequences_and_charges_that_never_were_give_nothing_back(
+    store: Store, file: Path, tmp_path: Path
+) -> None:
+    unlimited = tmp_path / "unlimited.toml"
+    unlimited.write_text("[tenant.r]\nmax_requests = 9")
+    before, broker = Broker(store, unlimited), Broker(store, file)
+    await before.admit("r/before", 20)  # the rate did not exist yet
+    tag = await broker.limits.take("r/several", Work(4, 32, rows=2))
+    assert tag and await broker.level() == 50 - 36
+    await broker.ledger.use.free("r/several", tag, 1)
+    await broker.ledger.finish("r/before", FINISHED)
+    assert await broker.sums("r") == (0, 0)
+    assert await broker.level() == 50 - 36
+
+
+async def test_a_bucket_holds_no_more_than_its_burst(store: Store, file: Path) -> None:
+    broker = Broker(store, file)
+    await broker.admit("r/1", 40)
+    await store.command("HSET", keys.tenant_rate("r"), "level", "50")  # as if it had filled up since
+    await broker.ledger.finish("r/1", FINISHED)
+    await broker.admit("r/2", 50)
+    assert await broker.level() == 0
 
 
 async def test_what_a_worker_ended_is_found_before_a_denial(store: Store, file: Path) -> None:
@@ -213,7 +297,7 @@ async def test_a_uuid_that_is_used_again_counts_again(store: Store, file: Path) 
 
 async def test_an_entry_without_a_request_goes_after_a_while(store: Store, file: Path) -> None:
     broker = Broker(store, file)
-    await broker.limits.take("a/1", 10)  # and the broker dies before it records it
+    await broker.limits.take("a/1", Work(4, 6))  # and the broker dies before it records it
     await broker.limits.restore_all()
     assert await broker.sums() == (1, 10), "the admission may be in progress"
     value = f"{'0' * 12} 10 {now_ms() - GRACE_MS - 60_000}"
