@@ -1,15 +1,16 @@
-"""Random PEFT adapters of the tiny models, written by peft itself, and peft's merged models."""
+"""Random PEFT adapters of tiny models, by peft itself; peft's merged models; a driver of an engine."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.types import EngineRequest
-from engine_helpers import Collected, TinyModels
+from engine_helpers import Collected, TinyModels, random_prompt, request
 from peft import LoraConfig, PeftModel, get_peft_model
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -66,3 +67,37 @@ def run_until_idle(engine: Engine, requests: list[EngineRequest]) -> Collected:
         collected.add(engine.step())
     engine.check()
     return collected
+
+
+NAMES = ("plain", "stable", "layers")
+
+
+class Driver:
+    """Steps an engine until something has happened."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.got = Collected()
+
+    def submit(self, key: str, lora_name: str, new_tokens: int = 4, **fields: Any) -> None:
+        fields.setdefault("prompt", random_prompt(7))
+        self.engine.submit(request(key, fields.pop("prompt"), new_tokens, lora_name=lora_name, **fields))
+
+    def step(self) -> None:
+        assert self.engine.wait_for_work(20.0), "the engine has nothing to do"
+        self.got.add(self.engine.step())
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(2000):
+            if condition():
+                return
+            self.step()
+        raise AssertionError("it did not happen in 2000 steps")
+
+    def until_end(self, *keys: str) -> None:
+        self.until(lambda: all(key in self.got.ends for key in keys))
+        self.engine.check()
+
+    def leases(self) -> dict[str, int]:
+        pool = self.engine._adapters
+        return {name: count for name in NAMES if (count := pool.num_leases(name))}

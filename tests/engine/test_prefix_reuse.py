@@ -9,17 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from allspark_bus.catalogue import ModelRecord, ModelState
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_workers.convert import model_config
-from allspark_workers.engine import host_store
 from allspark_workers.engine.engine import Engine
-from allspark_workers.engine.host_store import SpanStore
 from allspark_workers.engine.sequence import NO_ROW
 from allspark_workers.engine.step_plan import Row
 from allspark_workers.engine.types import EmbeddingRun, EngineRequest, Task
-from allspark_workers.models.decoder import KVCache
 from allspark_workers.settings import WorkerSettings
 from engine_helpers import Collected, random_prompt, request, run_all
 
@@ -396,34 +392,3 @@ def test_the_fields_of_build_and_the_workers_setting_reach_the_engine(tmp_path: 
         WorkerSettings.load([f"--model-root={tmp_path}"], {}),
     )
     assert (bare.enable_prefix_cache, bare.prefix_cache_ttl_s, bare.prefix_host_bytes) == (False, 0, 0)
-
-
-@pytest.mark.parametrize("mode", [0, 1, 2])
-def test_the_host_store_keeps_every_bit(mode: int) -> None:
-    dtype = torch.float32 if mode == 0 else torch.uint8
-    raw = torch.randint(0, 256, (2, 5, 2, SPAN, 32), dtype=torch.uint8)  # as floats also NaN and denormals
-    frames = tuple((raw + i).view(dtype) for i in range(4))
-    cache = KVCache(frames[:2], frames[2:]) if mode == 0 else KVCache(frames[:1], frames[1:2])
-    tensors = [*cache.keys, *cache.values]
-    before = [tensor.clone().view(torch.uint8) for tensor in tensors]
-    store = SpanStore(cache, 3)
-    store.save(1, 2)
-    store.save(0, 0)
-    for tensor in tensors:
-        tensor.zero_()
-    store.load(2, 0)
-    store.load(0, 1)
-    for tensor, old in zip(tensors, before, strict=True):
-        now = tensor.view(torch.uint8)
-        assert torch.equal(now[0], old[1]) and torch.equal(now[1], old[0])
-
-
-def test_no_memory_for_the_host_tier_says_so(make_engine: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> torch.Tensor:
-        raise RuntimeError("no memory")
-
-    bytes_per_span = span_bytes(make_engine(span_size=SPAN))
-    monkeypatch.setattr(host_store.torch, "empty", refuse)
-    cache = KVCache((torch.zeros(2, 1),), (torch.zeros(2, 1),))
-    with pytest.raises(host_store.ModelMemoryError, match="--prefix-host-memory"):
-        SpanStore(cache, bytes_per_span)

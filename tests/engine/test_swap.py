@@ -111,19 +111,25 @@ def test_a_model_that_does_not_fit_back_stays_out(
     engine.close()
 
 
-def test_host_copies_empty_the_storage_and_keep_aliases() -> None:
+@pytest.mark.parametrize("piece_bytes", [7, 19_999, 1 << 20])
+def test_host_copies_empty_the_storage_and_keep_aliases(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The way of CUDA, on storages of the CPU: views and shared storages are right again afterwards."""
+    monkeypatch.setattr(swap, "_PIECE_BYTES", piece_bytes)
     big, small = torch.arange(5000.0), torch.arange(10.0)
     view, values = big[100:200], big.clone()
-    root = {"tied": [big, big.view(50, 100)], "small": small}
+    other = torch.arange(77, dtype=torch.int16)
+    root = {"tied": [big, big.view(50, 100)], "small": small, "other": other}
     storages = [t.untyped_storage() for t in tensors_of(root) if isinstance(t, torch.Tensor)]
-    assert len(storages) == 2
+    assert len(storages) == 3
     copy = swap.HostCopy([s for s in storages if s.nbytes() > 40], CPU)
     assert (big.untyped_storage().nbytes(), small.untyped_storage().nbytes()) == (0, 40)
-    assert copy.nbytes == 20_000
+    assert copy.nbytes == sum(len(piece) for piece in copy._pieces) == 20_154
     copy.restore()
     assert torch.equal(big, values)
     assert torch.equal(view, values[100:200])
+    assert torch.equal(other, torch.arange(77, dtype=torch.int16))
 
 
 def test_promised_memory_is_not_free(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,9 @@ from allspark_workers.models.decoder import KVCache
 
 logger = logging.getLogger(__name__)
 
+# PyTorch rounds pinned memory up to a power of two: in one piece, the tier could take twice what was allowed.
+_PIECE_BYTES = 1 << 28
+
 
 class SpanStore:
     """`num_slots` slots, each for K and V of every layer of one span of `cache`.
@@ -29,31 +32,38 @@ class SpanStore:
     def __init__(self, cache: KVCache, num_slots: int) -> None:
         self.num_slots = num_slots
         self._device = cache.keys[0].device
-        self._frames = [*cache.keys, *cache.values]  # each [num_spans, ...]
+        self._frames = [*cache.keys, *cache.values]  # each [num_spans, ...], all alike
+        frame = self._frames[0][0]
+        slot_bytes = len(self._frames) * frame.nbytes
+        self._per_piece = max(1, _PIECE_BYTES // slot_bytes)
+        counts = [min(self._per_piece, num_slots - first) for first in range(0, num_slots, self._per_piece)]
         is_pinned = self._device.type == "cuda"
         try:
-            self._slots = [
-                torch.empty((num_slots, *frame.shape[1:]), dtype=frame.dtype, pin_memory=is_pinned)
-                for frame in self._frames
+            self._pieces = [
+                torch.empty((n, len(self._frames), *frame.shape), dtype=frame.dtype, pin_memory=is_pinned)
+                for n in counts
             ]
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            size = num_slots * sum(frame[0].nbytes for frame in self._frames)
             raise ModelMemoryError(
-                f"cannot allocate {size} bytes of host memory for cached prefixes: {error}; "
-                "lower --prefix-host-memory"
+                f"cannot allocate {num_slots * slot_bytes} bytes of host memory for cached prefixes: "
+                f"{error}; lower --prefix-host-memory"
             ) from error
 
     def save(self, span: int, slot: int) -> None:
         """Copy a span's content to a slot."""
         with torch.inference_mode(), use_device(self._device):
-            for frame, host in zip(self._frames, self._slots, strict=True):
-                host[slot].copy_(frame[span], non_blocking=True)
+            for frame, host in zip(self._frames, self._slot(slot), strict=True):
+                host.copy_(frame[span], non_blocking=True)
 
     def load(self, slot: int, span: int) -> None:
         """Copy a slot's content to a span."""
         with torch.inference_mode(), use_device(self._device):
-            for frame, host in zip(self._frames, self._slots, strict=True):
-                frame[span].copy_(host[slot], non_blocking=True)
+            for frame, host in zip(self._frames, self._slot(slot), strict=True):
+                frame[span].copy_(host, non_blocking=True)
+
+    def _slot(self, slot: int) -> tuple[torch.Tensor, ...]:
+        piece, index = divmod(slot, self._per_piece)
+        return self._pieces[piece][index].unbind(0)
 
 
 def make_prefix_cache(

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from typing import IO, Protocol
 
 import torch
 
 from allspark_workers.engine.errors import ModelIOError, ModelMemoryError
 from allspark_workers.engine.memory import Block, blocks_of, forget, give_back, split_own, tensors_of
+
+_PIECE_BYTES = 1 << 28
 
 
 class Swapped(Protocol):
@@ -40,32 +43,52 @@ def swap_out(root: object, device: torch.device, threshold: int) -> Swapped:
 
 
 class HostCopy:
-    """Storages of a device, copied to host memory (pinned where there is CUDA) and emptied."""
+    """Storages of a device, copied to host memory (pinned where there is CUDA) and emptied.
+
+    Their bytes lie behind each other in pieces of one size, since PyTorch rounds pinned memory up to a power
+    of two.
+    """
 
     def __init__(self, storages: list[torch.UntypedStorage], device: torch.device) -> None:
         self._device = device
         self._storages = storages
-        self.nbytes = sum(s.nbytes() for s in storages)
+        self._sizes = [s.nbytes() for s in storages]
+        self.nbytes = sum(self._sizes)
+        self._pieces: list[torch.Tensor] = []
         try:
-            self._copies = [self._copy(s) for s in storages]
+            for start in range(0, self.nbytes, _PIECE_BYTES):
+                size = min(_PIECE_BYTES, self.nbytes - start)
+                piece = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+                self._pieces.append(piece)
         except (RuntimeError, MemoryError) as error:
+            self._pieces = []
+            give_back(device)
             raise ModelMemoryError(
                 f"the host has no memory for {self.nbytes} bytes of weights: {error}"
             ) from error
+        for stored, copy in self._parts():
+            copy.copy_(stored)
         for storage in storages:
             storage.resize_(0)
         give_back(device)
 
-    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        is_pinned = self._device.type == "cuda"
-        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_pinned).untyped_storage()
-        return copy.copy_(storage)
+    def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Bytes of the storages, and where they are in the pieces."""
+        offset = 0
+        for storage in self._storages:
+            stored = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            start = 0
+            while start < len(stored):
+                piece, at = divmod(offset, _PIECE_BYTES)
+                copy = self._pieces[piece][at : at + len(stored) - start]
+                yield stored[start : start + len(copy)], copy
+                start, offset = start + len(copy), offset + len(copy)
 
     def restore(self) -> None:
         """Raises ModelMemoryError if the device has no room for them now."""
         try:
-            for storage, copy in zip(self._storages, self._copies, strict=True):
-                storage.resize_(copy.nbytes())
+            for storage, size in zip(self._storages, self._sizes, strict=True):
+                storage.resize_(size)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             for storage in self._storages:
                 storage.resize_(0)
@@ -73,9 +96,10 @@ class HostCopy:
             raise ModelMemoryError(
                 f"{self._device} has no room for {self.nbytes} bytes of weights: {error}"
             ) from error
-        for storage, copy in zip(self._storages, self._copies, strict=True):
-            storage.copy_(copy)
-        self._copies = []
+        for stored, copy in self._parts():
+            stored.copy_(copy)
+        self._pieces = []
+        give_back(self._device)
 
 
 class SwapFile:
