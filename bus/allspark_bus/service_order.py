@@ -1,4 +1,4 @@
-"""In which order waiting requests are served: by priority, which grows while they wait. Pure.
+"""In which order waiting requests of a tenant are served: by priority, which grows while they wait. Pure.
 
 A request's effective priority is its priority plus one for every `AGEING_S` it has waited. All grow at the
 same rate, so the order between two requests never changes, and a number that is fixed on arrival gives it.

@@ -162,7 +162,53 @@ def test_priority_does_not_take_the_place_of_another_tenants_request(make_sequen
     sched.add(make_sequence(2, name="urgent", tenant="a", priority=5))
     assert [name for name, *_ in step(sched)] == ["theirs", "urgent"]
     sched.add(make_sequence(2, name="more", tenant="a", priority=5))
-    assert [name for name, *_ in step(sched)] == ["urgent", "theirs"]
+    assert [name for name, *_ in step(sched)] == ["theirs", "urgent"]
+
+
+def test_turns_of_tenants_are_kept_whatever_their_priorities(make_sequence: Maker) -> None:
+    """A broker sends requests in turn, and keeps four waiting here; those of one tenant are all urgent."""
+    sched = scheduler(max_batch=1)
+    arrivals = [("sly" if n % 2 else "meek", n) for n in range(100)]
+    served: list[str] = []
+    while len(served) < 60:
+        while len(sched) < 5:
+            tenant, n = arrivals.pop(0)
+            priority = 100 if tenant == "sly" else 0
+            sched.add(make_sequence(2, name=f"{tenant}{n}", tenant=tenant, priority=priority, arrival_s=n))
+        step(sched)
+        [running] = sched.running
+        served.append(running.request.tenant)
+        sched.remove(running)
+        sched.check()
+        assert abs(served.count("sly") - served.count("meek")) <= 1, served
+
+
+def test_who_overtakes_within_a_tenant_takes_its_turn_and_leaves_it_a_later_one(make_sequence: Maker) -> None:
+    sched = scheduler(max_batch=1)
+    sched.add(make_sequence(2, name="now", tenant="c"))
+    step(sched)
+    sched.add(make_sequence(2, name="low", tenant="a", priority=-1))
+    sched.add(make_sequence(2, name="b1", tenant="b", priority=100))
+    sched.add(make_sequence(2, name="high", tenant="a"))
+    sched.add(make_sequence(2, name="b2", tenant="b", priority=100))
+    served = []
+    for _ in range(5):
+        served.append(sched.running[0].request_id)
+        sched.remove(sched.running[0])
+        step(sched)
+    assert served == ["now", "high", "b1", "low", "b2"]
+
+
+def test_memory_is_taken_from_the_last_turn_and_there_from_the_lowest(make_sequence: Maker) -> None:
+    """The urgent ones of tenant b came last, so they give way, though those of a are not urgent at all."""
+    sched = scheduler(spans=8, budget=100)
+    for tenant, priority in (("b", 0), ("a", -100), ("b", 100)):
+        sched.add(make_sequence(6, name=f"{tenant}{priority}", tenant=tenant, priority=priority))
+        step(sched)
+    while not sched.num_preemptions:
+        step(sched)
+    assert [seq.request_id for seq in sched.waiting] == ["b0"]
+    sched.check()
 
 
 def test_lower_priority_is_not_preempted_in_vain(make_sequence: Maker) -> None:

@@ -21,10 +21,11 @@ from allspark_workers.engine.prefix_cache import Node, PrefixCache
 from allspark_workers.engine.sequence import NO_ROW, Sequence
 from allspark_workers.engine.sharing import Gang, best_donor, leader_of, members_of
 from allspark_workers.engine.step_plan import Row, StepPlan
+from allspark_workers.engine.turns import in_turns, take_turn
 
 
-def _order(sequence: Sequence) -> tuple[float, int]:
-    return sequence.order
+def _turn(sequence: Sequence) -> int:
+    return sequence.turn
 
 
 class Scheduler:
@@ -94,7 +95,7 @@ class Scheduler:
         self._by_id[sequence.request_id] = sequence
         if sequence.request.deadline_s is not None:
             self._deadlines[sequence.request_id] = sequence.request.deadline_s
-        insort(self.waiting, sequence, key=_order)
+        self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a request that has ended and release what it holds."""
@@ -137,7 +138,7 @@ class Scheduler:
             self._leave(member)
             member.num_computed = 0
         self.num_preemptions += 1
-        insort(self.waiting, leader_of(sequence), key=_order)
+        self.waiting.append(leader_of(sequence))
 
     def fork(self, gang: Gang, picks: list[Pick]) -> None:
         """Advance a gang: member i goes on with the tokens of member `picks[i].parent` and its token.
@@ -215,15 +216,17 @@ class Scheduler:
         seq.spans.append(span)
 
     def _victim(self) -> Sequence:
-        """Held requests first (they make no progress), then the one served last."""
-        return next((seq for seq in reversed(self.running) if seq.is_held), self.running[-1])
+        """Held requests first (they make no progress), then of the tenant whose turn came last the lowest."""
+        held = next((seq for seq in reversed(self.running) if seq.is_held), None)
+        tenant = self.running[-1].request.tenant
+        return held or max((s for s in self.running if s.request.tenant == tenant), key=lambda seq: seq.order)
 
     def _plan_prefill(self, plan: StepPlan, budget: int) -> int:
-        for seq in self.running:
+        due = [s for s in self.running if not s.is_held and not s.is_parked and s.num_remaining > 1]
+        for seq in in_turns(due):
             if budget == 0:
                 break
-            if not seq.is_held and not seq.is_parked and seq.num_remaining > 1:
-                budget -= self._add_chunk(seq, plan, budget)
+            budget -= self._add_chunk(seq, plan, budget)
         return budget
 
     def _add_chunk(self, seq: Sequence, plan: StepPlan, budget: int) -> int:
@@ -237,10 +240,10 @@ class Scheduler:
         return count
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Start waiting requests in order; the first that does not fit blocks those behind it (fairness)."""
+        """Start waiting requests in turn; the first that does not fit blocks those behind it (fairness)."""
         if plan.preempted:
             return  # spans are short: what was just released is not for those who came later
-        for seq in tuple(self.waiting):
+        for seq in in_turns(self.waiting):
             if budget == 0:
                 return
             if seq.is_held or seq.is_waiting_for_adapter:
@@ -269,8 +272,8 @@ class Scheduler:
         """Whether `seq` can start now; pre-empts requests of lower priority if that is what it takes."""
         need, need_rows, shared = self._needs(seq)
         free, rows, num_running = self.ledger.free, len(self._free_rows), len(self.running)
-        lower = [o for o in reversed(self.running) if o is leader_of(o) and seq.may_preempt(o)]
-        lower.sort(key=lambda other: not other.is_held)  # stable: held first, then the one served last
+        lower = [o for o in self.running if o is leader_of(o) and seq.may_preempt(o)]
+        lower.sort(key=lambda other: (other.is_held, other.order), reverse=True)  # held, then lowest first
         victims: list[Sequence] = []
         gone: list[str] = []
         # Each running request may soon need one more span: admitting into that reserve would thrash.
@@ -305,6 +308,7 @@ class Scheduler:
         return self.prefix.match(seq)
 
     def _enter(self, seq: Sequence, plan: StepPlan) -> None:
+        take_turn(seq, self.waiting)
         self.waiting.remove(seq)
         if seq.gang is not None:
             self._enter_gang(seq.gang)
@@ -366,7 +370,8 @@ class Scheduler:
     def _take_row(self, seq: Sequence) -> None:
         seq.row = self._free_rows.pop()
         seq.is_marked = False
-        insort(self.running, seq, key=_order)
+        seq.turn = leader_of(seq).turn
+        insort(self.running, seq, key=_turn)
 
     def _hold(self, seq: Sequence, spans: list[int]) -> None:
         seq.spans = spans

@@ -55,6 +55,7 @@ class Sequence:
         "spans",
         "tokens",
         "trail",
+        "turn",
         "uses_penalties",
     )
 
@@ -83,8 +84,9 @@ class Sequence:
         self.is_marked = False  # the penalty bitmask of `row` holds this request's tokens
         self.constraints = Constraints(params)
         self.guide = request.guide
-        # The lowest is served first; the serial number breaks ties.
+        # Among those of its tenant the lowest is served first; the serial number breaks ties.
         self.order = (rank(request.priority, request.arrival_s), serial)
+        self.turn = serial  # see `turns`
         greedy = not params.do_sample or params.temperature < MIN_GREEDY_TEMPERATURE
         self.sampling = (
             0.0 if greedy else params.temperature,
