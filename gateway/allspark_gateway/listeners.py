@@ -19,6 +19,7 @@ UNIX = "unix:"
 MAX_UNIX_PATH_BYTES = 107  # sockaddr_un on Linux
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 10_000
 MIN_CLIENT_PING_MS = 1_000  # our clients ask after 2 s of silence; who asks more often is disconnected
+HANDSHAKE_MS = 10_000  # of TLS and HTTP/2; a connection that says nothing costs a file descriptor
 
 
 class ListenError(OSError):
@@ -119,6 +120,7 @@ def _options(max_message_bytes: int, max_calls: int) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.so_reuseport", 0),  # a second gateway on the same port must fail, not share it silently
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),

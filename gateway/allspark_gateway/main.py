@@ -17,6 +17,7 @@ from allspark_bus.store import Store
 from allspark_bus.streams import Streams
 from allspark_bus.wakeups import Wakeups
 
+from allspark_gateway import library_log
 from allspark_gateway.arrivals import Arrivals
 from allspark_gateway.calls import FleetCalls
 from allspark_gateway.deliveries import Deliveries
@@ -70,6 +71,7 @@ class Gateway:
 
     async def open(self) -> None:
         """Begins to serve; raises ListenError."""
+        library_log.watch()
         tokens = self._read_tokens()
         for listener in self.listeners:
             listener.server.add_generic_rpc_handlers(self._handlers(listener.address, tokens))

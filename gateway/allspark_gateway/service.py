@@ -8,12 +8,12 @@ from typing import Any
 import grpc
 import grpc.aio
 from allspark_bus import wire_shape
-from allspark_bus.errors import BrokerUnavailable, FleetError, StoreUnavailable
+from allspark_bus.errors import BrokerUnavailable, FleetError, MalformedMessage, StoreUnavailable
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import metadata
 from allspark_proto.version import VERSION, version_full
 from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from redis.exceptions import RedisError
 
@@ -115,7 +115,7 @@ class Service(grpc.GenericRpcHandler):
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         return grpc.unary_unary_rpc_method_handler(
             self._border(method, handler),
-            request_deserializer=_READ.get(method.name, request.FromString),
+            request_deserializer=_reader(request),
             response_serializer=response.SerializeToString,
         )
 
@@ -138,7 +138,7 @@ class Service(grpc.GenericRpcHandler):
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         return grpc.unary_stream_rpc_method_handler(
             handle,
-            request_deserializer=request.FromString,
+            request_deserializer=_reader(request),
             response_serializer=response.SerializeToString,
         )
 
@@ -148,6 +148,8 @@ class Service(grpc.GenericRpcHandler):
         failed = FAILED.get(name, lambda _: response())
 
         async def handle(request: Any, context: Context) -> Any:
+            if isinstance(request, MalformedMessage):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.reason)
             in_flight.enter()
             try:
                 if isinstance(request, FleetError):
@@ -173,17 +175,20 @@ class Service(grpc.GenericRpcHandler):
         return handle
 
 
-def _start_request(message: bytes) -> pb.StartRequestRequest | FleetError:
-    """The request, or why it is not even parsed: a deserialiser that raises would hide the reason."""
-    try:
-        wire_shape.check_request(message)
-    except FleetError as e:
-        return e
-    return pb.StartRequestRequest.FromString(message)
+def _reader(kind: type[Message]) -> Callable[[bytes], Message | FleetError]:
+    """Reads a message of this type, or says why not: gRPC would log every error that is raised here."""
 
+    def read(message: bytes) -> Message | FleetError:
+        try:
+            if kind is pb.StartRequestRequest:
+                wire_shape.check_request(message)
+            return kind.FromString(message)
+        except DecodeError as e:
+            return MalformedMessage(f"the message is no {kind.DESCRIPTOR.name}: {e}")
+        except FleetError as e:
+            return e
 
-#: RPC -> how its message is read, where that is not just parsing.
-_READ: dict[str, Callable[[bytes], Any]] = {"StartRequest": _start_request}
+    return read
 
 
 def _path(name: str) -> str:

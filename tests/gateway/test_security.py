@@ -17,7 +17,7 @@ from allspark.cli.settings import StatusSettings
 from allspark.cli.status import collect
 from allspark.client import Access, AccessDenied, AsyncClient, FleetUnavailable
 from allspark_bus import sparse_log, watched
-from allspark_gateway import guard, tokens
+from allspark_gateway import guard, listeners, tokens
 from allspark_gateway.guard import SCOPES
 from allspark_gateway.main import Gateway
 from allspark_gateway.service import DESCRIPTOR
@@ -345,3 +345,50 @@ def write_tokens(path: Path, *rows: tuple[str, str, str, str]) -> Path:
     fresh.write_text(text)
     os.replace(fresh, path)  # noqa: PTH105
     return path
+
+
+@pytest.mark.parametrize("is_secured", [False, True])
+async def test_a_connection_that_says_nothing_is_closed(
+    gateways: Gateways, made: Path, monkeypatch: pytest.MonkeyPatch, is_secured: bool
+) -> None:
+    """Before it has shown a token, or anything: it would hold a file descriptor for as long as it likes."""
+    monkeypatch.setattr(listeners, "HANDSHAKE_MS", 300)
+    gateway = await gateways.open(**(tls(made) if is_secured else {}))
+    host, _, port = gateway.listeners[0].bound.rpartition(":")
+    with socket.create_connection((host, int(port)), 5) as raw:
+        raw.settimeout(30)
+        await asyncio.to_thread(_drain, raw)  # returns when the gateway has closed it
+
+
+async def test_metadata_that_is_no_text_is_not_logged(
+    gateways: Gateways, made: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients of gRPC refuse to send it, so it is written as HTTP/2 here (RFC 9113, RFC 7541)."""
+    monkeypatch.setattr(sparse_log, "REPORT_S", 1e9)
+    gateway = await gateways.open(tokens=made / "tokens.toml")
+    token = (made / "a.token").read_bytes().strip()
+    pairs = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":authority": b"gateway",
+        b":path": f"/{DESCRIPTOR.full_name}/GetRankId".encode(),
+        b"content-type": b"application/grpc",
+        b"te": b"trailers",
+        b"authorization": b"Bearer " + token + b"\xff",
+    }
+    block = b"".join(b"\0" + bytes([len(k)]) + k + bytes([len(v)]) + v for k, v in pairs.items())
+    host, _, port = gateway.listeners[0].bound.rpartition(":")
+    with socket.create_connection((host, int(port)), 5) as raw:
+        raw.settimeout(20)
+        raw.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b""))
+        raw.sendall(_frame(1, 4, 1, block) + _frame(0, 1, 1, bytes(5)))
+        received = b""
+        while b"token" not in received:  # of the status details
+            received += await asyncio.to_thread(raw.recv, 4096)
+    assert b"not valid here" in received
+    assert token.decode() not in caplog.text
+    assert "metadata that is no UTF-8" in caplog.text
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
