@@ -63,6 +63,7 @@ class Calls:
         self._stats = stats
         self._control = control
         self._shut_down = shut_down
+        self.check: Callable[[], None] = lambda: None  # raises if no call is to be served now
         self._handlers: dict[str, Handler] = {
             "start_request": requests.start,
             "stop_request": lambda e: requests.stop(e.stop_request, e.tenant),
@@ -89,6 +90,7 @@ class Calls:
             check_envelope(envelope)
             if name is None:
                 raise MalformedMessage("the envelope has no call that this broker knows")
+            self.check()
             reply = await self._handlers[name](envelope)
         except FleetError as e:
             reply = failure(e)

@@ -26,6 +26,7 @@ from redis.exceptions import RedisError
 
 from allspark_broker.access import BACKEND, FRONTEND, Access
 from allspark_broker.affinity import PrefixAffinity
+from allspark_broker.aside import Aside
 from allspark_broker.calls import Calls, Controls
 from allspark_broker.dispatcher import Dispatcher
 from allspark_broker.fleet_view import EngineStats
@@ -108,6 +109,9 @@ class Broker:
             self._controls.call,
             self._drain_fleet,
         )
+        presence = Presence(self._store, self.broker_id, TTL_S)
+        self._aside = Aside(self._table, presence)
+        calls.check = self._aside.check
         self._frontend = Frontend(client_socket, self._access, calls.execute)
         self._tasks: set[asyncio.Task[None]] = set()
         self._orphans = Orphans(
@@ -115,7 +119,7 @@ class Broker:
             self._ledger,
             self._dispatcher,
             self._table,
-            Presence(self._store, self.broker_id, TTL_S),
+            presence,
             self._ask_workers,
         )
         self._awake_s = time.monotonic()
@@ -337,6 +341,8 @@ class Broker:
         self._stats.keep(self._lifecycle.models)
 
     async def _attend(self) -> None:
+        if await self._aside.holds():
+            return
         models = self._lifecycle.models.keys() | self._indexed
         await self._orphans.attend(sorted(models), self._settings.worker_timeout_s)
 

@@ -1,6 +1,7 @@
 """Which brokers live: each says so in Redis, and whoever has been silent there too long is gone."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from allspark_bus import keys
 from allspark_bus.scripts import ALLOW_OOM, Script
@@ -30,10 +31,19 @@ class Presence:
 
     async def renew(self) -> Present:
         """Says that this broker lives."""
-        was_known, *found = await self._store.script(
-            PRESENCE, [keys.BROKERS], [self._broker_id, self._ttl_ms]
-        )
+        was_known, *found = await self._run(1)
         return Present(frozenset([b.decode() for b in found] + [self._broker_id]), bool(was_known))
+
+    async def others(self) -> frozenset[str]:
+        """The other brokers that live; says nothing of this one."""
+        _, *found = await self._run(0)
+        return frozenset([b.decode() for b in found]) - {self._broker_id}
+
+    async def _run(self, lives: int) -> list[Any]:
+        reply: list[Any] = await self._store.script(
+            PRESENCE, [keys.BROKERS], [self._broker_id, self._ttl_ms, lives]
+        )
+        return reply
 
     async def leave(self) -> None:
         """Says goodbye: what this broker answered for can be taken over at once."""

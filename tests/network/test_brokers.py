@@ -4,7 +4,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from allspark_proto import fleet_pb2 as fleet
 from tests.conftest import ValkeyProcess
 from tests.fleet.harness import BROKER, SCRIPTED, Process, request, until_ended
 from tests.fleet.scripted_engine import expected_tokens
-from tests.network.proxy import FAULTS, Network
+from tests.network.proxy import CLEAR, FAULTS, Network
 
 PATIENCE_S = 40.0
 
@@ -198,3 +198,36 @@ async def test_a_client_leaves_a_broker_that_is_cut_off(
     await two.submit(two.both, "w")
     assert two.both._preferred == 1
     await two.check(["w"])
+
+
+@pytest.mark.slow
+async def test_a_broker_that_is_cut_off_from_all_workers_leaves_its_requests_to_another_one(
+    two: TwoBrokers,
+) -> None:
+    two.start_broker(1)
+    [direct] = two.workers
+    two.backends = [two.network.through(f"backend {i}", backend) for i, backend in enumerate(two.backends)]
+    two.start_worker()
+    direct.kill()
+    for i in range(2):
+        await _until(two, i, lambda reply: [w.capacity for w in reply.fleet_status.workers] == [8])
+    uuids = [f"u{i}" for i in range(20)]  # more than the worker takes: most of them wait in the broker
+    for uuid in uuids:
+        await two.submit(two.each[0], uuid)
+    two.network.set("backend 0", FAULTS["cut"])
+    await two.check(uuids)
+    await _until(two, 0, lambda reply: reply.unavailable and "reaches no worker" in reply.reason)
+    two.both._preferred = 0
+    await two.submit(two.both, "during")
+    await two.check(["during"])
+    two.network.set("backend 0", CLEAR)
+    await _until(two, 0, lambda reply: not reply.unavailable)
+    await two.submit(two.each[0], "after")
+    await two.check(["after"])
+
+
+async def _until(two: TwoBrokers, i: int, holds: Callable[[fleet.Reply], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        envelope = fleet.Envelope(get_fleet_status=fleet.GetFleetStatus())
+        while not holds(await two.each[i].call(envelope, PATIENCE_S)):
+            await asyncio.sleep(0.05)  # polling: a broker tells nobody what it hears
