@@ -19,10 +19,7 @@ MAX_ADAPTERS = 1024
 
 def check_config(config: pb.ModelStructConfig) -> None:
     """Raises ParamError or FileError with the first thing that is wrong."""
-    if not config.model_name:
-        raise ParamError("model_name is empty")
-    if len(config.model_name.encode()) > MAX_NAME_BYTES:
-        raise ParamError(f"model_name is longer than {MAX_NAME_BYTES} bytes")
+    # Of a message with several faults upstream names the path first, and the name last.
     if not config.model_path:
         raise FileError("model_path is empty: name a Hugging Face directory or a GGUF file")
     parse_unit(config.compute_unit)
@@ -55,6 +52,10 @@ def check_config(config: pb.ModelStructConfig) -> None:
         )
     if config.prefix_cache_ttl < 0:
         raise ParamError(f"prefix_cache_ttl is {config.prefix_cache_ttl}; it must not be negative")
+    if not config.model_name:
+        raise ParamError("model_name is empty")
+    if len(config.model_name.encode()) > MAX_NAME_BYTES:
+        raise ParamError(f"model_name is longer than {MAX_NAME_BYTES} bytes")
 
 
 def model_information(name: str, facts_device: str) -> str:

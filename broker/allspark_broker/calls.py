@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 
+from allspark_bus.catalogue import ModelState
 from allspark_bus.errors import (
     BrokerUnavailable,
     Denied,
@@ -69,7 +70,7 @@ class Calls:
             "stop_request": lambda e: requests.stop(e.stop_request, e.tenant),
             "release_request": lambda e: requests.release(e.release_request, e.tenant),
             "build_model": lambda e: self._done(lifecycle.build(e.build_model, e.tenant)),
-            "start_model": lambda e: self._done(lifecycle.start(e.start_model.model_name)),
+            "start_model": self._start_model,
             "stop_model": lambda e: self._done(lifecycle.stop(e.stop_model.model_name, e.tenant)),
             "release_model": self._release_model,
             "unload_model": lambda e: self._done(lifecycle.unload(e.unload_model.model_name)),
@@ -109,6 +110,14 @@ class Calls:
     async def _done(self, work: Awaitable[None]) -> fleet.Reply:
         await work
         return fleet.Reply()
+
+    async def _start_model(self, envelope: fleet.Envelope) -> fleet.Reply:
+        """Figures are those since StartModel, also those that are kept of workers that are gone."""
+        name = envelope.start_model.model_name
+        record = self._lifecycle.models.get(name)
+        if record is None or record.state is not ModelState.RUNNING:
+            self._stats.forget(name)
+        return await self._done(self._lifecycle.start(name))
 
     async def _release_model(self, envelope: fleet.Envelope) -> fleet.Reply:
         name = envelope.release_model.model_name

@@ -221,9 +221,9 @@ class Lifecycle:
             return
         if not record.is_built:
             raise InvalidCall(f"model {name!r} is still being built")
+        await self._check_idle(name)
         if record.model_config().swap_threshold < 0:
             raise InvalidCall(f"model {name!r} was built with swap_threshold -1: swapping is off")
-        await self._check_idle(name)
         before = record
         record = await self._put(replace(record, state=ModelState.UNLOADED, before_unload=record.state.value))
         try:

@@ -18,7 +18,10 @@ from allspark_proto.allspark_service_pb2_grpc import AllSparkStub
 TIMEOUT_S = 60.0
 MAX_LENGTH = 1024  # of the models that cases build
 FINISHED, INTERRUPTED = pb.GenerateFinished, pb.GenerateInterrupted
-OK, PARAM, IO, RUNTIME, LIMIT, INVALID, ILLEGAL_ID, CACHE_OUT, DENIED = 0, 2, 3, 5, 7, 8, 10, 11, 12
+OK, PARAM, IO, MEMORY, RUNTIME, LIMIT, INVALID, ILLEGAL_ID, CACHE_OUT, DENIED = (
+    *(0, 2, 3, 4, 5, 7, 8),
+    *(10, 11, 12),
+)
 _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 
 

@@ -19,6 +19,9 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% e
 
 
 ADAPTER = "conformance-adapter"
+BROKEN = "conformance-broken"
+#: Others, more than three workers can have in memory (--lora-max-num 5 each).
+FURTHER = tuple(f"{ADAPTER}-{i}" for i in range(15))
 RANK, ALPHA = 4, 8
 ADAPTED = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 
@@ -26,13 +29,17 @@ ADAPTED = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 def write(directory: Path) -> Path:
     """Makes the model in `directory`; the same bytes on every machine.
 
-    A LoRA adapter lies in it, and the model with the adapter merged into its weights beside it, at
+    LoRA adapters lie in it, and the model with the first one merged into its weights beside it, at
     `<directory>-merged`.
     """
     weights = _weights()
     _write_model(directory, weights)
     adapter = _adapter(weights)
     _write_adapter(directory / ADAPTER, adapter)
+    for i, name in enumerate(FURTHER, 2):
+        _write_adapter(directory / name, _adapter(weights, SEED + i))
+    _write_adapter(directory / BROKEN, adapter)
+    (directory / BROKEN / "adapter_model.safetensors").write_bytes(b"not safetensors")
     _write_model(directory.with_name(f"{directory.name}-merged"), _merged(weights, adapter))
     return directory
 
@@ -64,9 +71,9 @@ def _write_model(directory: Path, weights: dict[str, NDArray[np.float32]]) -> No
     _write_tokenizer(directory)
 
 
-def _adapter(weights: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+def _adapter(weights: dict[str, NDArray[np.float32]], seed: int = SEED + 1) -> dict[str, NDArray[np.float32]]:
     """A and B of every adapted matrix, under the model's names for it."""
-    rng = np.random.default_rng(SEED + 1)
+    rng = np.random.default_rng(seed)
     pairs = {}
     for name, weight in weights.items():
         module = name.removesuffix(".weight")

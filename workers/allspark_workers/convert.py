@@ -132,6 +132,7 @@ def model_config(record: ModelRecord, settings: WorkerSettings) -> ModelConfig:
         max_batch=config.engine_max_batch,
         span_size=config.cache_span_size,
         kv_bytes=int(settings.kv_memory or 0),
+        kv_frames=config.cache_span_num_init,
         num_threads=config.num_threads or settings.num_threads,
         cache_mode=config.cache_mode,
         lora_names=tuple(config.lora_names.names),

@@ -9,7 +9,7 @@ from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
 from allspark_workers.convert import facts_message, progress_message, stat_message
-from allspark_workers.engine.types import StepOutput
+from allspark_workers.engine.types import EngineStat, StepOutput
 from allspark_workers.ports import EnginePort
 
 log = logging.getLogger(__name__)
@@ -17,6 +17,14 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.1  # bounds how long stopping an idle model takes
 #: Requests taken beyond the batch, so that a freed slot is filled without a round trip to the broker.
 QUEUE_AHEAD = 4
+
+#: Since StartModel: an Unload and a Reload in between do not set them back.
+COUNTERS = (
+    "total_generated_token",
+    "total_prefill_token",
+    "prefix_cache_hit_token",
+    "prefix_cache_miss_token",
+)
 
 Emit = Callable[[str, list[StepOutput]], None]
 
@@ -35,6 +43,8 @@ class HostedModel:
         self._leave = threading.Event()
         self._busy_since = 0.0
         self._has_run = False
+        self._before = pb.AsEngineStat()  # its counters of before an Unload, if it runs again since a Reload
+        self._resumes = False
         self.is_unloaded = False
 
     @property
@@ -53,7 +63,10 @@ class HostedModel:
 
     def start(self) -> None:
         """Allocates KV, warms up and begins stepping; blocks until ready."""
+        before = self._counted(self.engine.stat()) if self._resumes else pb.AsEngineStat()
+        self._has_run = self._resumes = False  # no figures until it runs
         self.engine.start()
+        self._before = before
         self._has_run = True
         self._leave.clear()
         self._thread = threading.Thread(target=self._loop, name=f"engine-{self.name}", daemon=True)
@@ -67,9 +80,13 @@ class HostedModel:
             thread.join()
             self.engine.stop()
 
-    def unload(self, threshold: int) -> None:
-        """Ends stepping and moves weight tensors of more than `threshold` bytes out of device memory."""
+    def unload(self, threshold: int, *, resumes: bool) -> None:
+        """Ends stepping and moves weight tensors of more than `threshold` bytes out of device memory.
+
+        `resumes`: it will run again once it is reloaded, and its counters go on.
+        """
         self.stop()
+        self._resumes = resumes
         if not self.is_unloaded:
             self.engine.unload(threshold)
             self.is_unloaded = True
@@ -116,7 +133,7 @@ class HostedModel:
         kv_tokens = 0
         if self.has_figures:
             stat = self.engine.stat()
-            model.stat.CopyFrom(stat_message(self.name, stat))
+            model.stat.CopyFrom(self._counted(stat))
             model.engine.CopyFrom(progress_message(stat))
         if self.is_running:
             facts = self.engine.facts
@@ -126,4 +143,11 @@ class HostedModel:
 
     def stat(self) -> pb.AsEngineStat:
         """The engine's figures as of now."""
-        return stat_message(self.name, self.engine.stat())
+        return self._counted(self.engine.stat())
+
+    def _counted(self, stat: EngineStat) -> pb.AsEngineStat:
+        """With what was counted between StartModel and an Unload."""
+        message = stat_message(self.name, stat)
+        for name in COUNTERS:
+            setattr(message, name, getattr(message, name) + getattr(self._before, name))
+        return message

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from allspark_bus.catalogue import WORKER_TARGET, Catalogue, ModelRecord
+from allspark_bus.catalogue import WORKER_TARGET, Catalogue, ModelRecord, ModelState
 from allspark_bus.compute_unit import parse_unit
 from allspark_bus.errors import FleetError
 from allspark_proto import allspark_service_pb2 as pb
@@ -200,7 +200,9 @@ class Reconciler:
             if hosted is not None:  # else this worker began later: it loads at Reload
                 await self._stop(entry, hosted)
                 try:
-                    await asyncio.to_thread(hosted.unload, record.model_config().swap_threshold)
+                    resumes = record.before_unload == ModelState.RUNNING
+                    threshold = record.model_config().swap_threshold
+                    await asyncio.to_thread(hosted.unload, threshold, resumes=resumes)
                 except UnsupportedModelError as e:
                     log.info("model %r is dropped instead, Reload reads it again: %s", entry.name, e)
                     await self._drop(entry)

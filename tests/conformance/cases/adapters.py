@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance import oracle
-from tests.conformance.server import OK, Server
+from tests.conformance.server import IO, OK, PARAM, Server, request
 from tests.conformance.suite import case
 
 C = "GenerateConfig."
@@ -42,7 +42,25 @@ def an_adapter_is_loaded_at_first_use_and_mixes_with_the_base(s: Server) -> None
 
 @case("1.5 #17", C + "lora_name")
 def a_stopped_request_lets_its_adapter_go(s: Server) -> None:
-    with s.model(lora_names=[adapter_of(s)]) as name:
-        live = s.start(PROMPT, model=name, max_length=0, lora_name=adapter_of(s))
-        assert (live.stop(), live.release()) == (OK, OK)
-        assert s.status("ReleaseModel", name) == OK
+    """More adapters than there is room for, one after another: none is held on to."""
+    names = sorted(path.name for path in Path(s.reference_path).glob(f"{adapter_of(s)}*"))
+    with s.model(engine_max_length=s.long) as name:
+        stopped = []
+        for adapter in names:
+            live = s.start(PROMPT, model=name, max_length=s.long, lora_name=adapter)
+            assert live.get().ids_from_generate, "it runs, so it has its adapter"
+            assert live.stop() == OK
+            stopped.append(live)
+        for adapter in names:
+            assert len(s.generate(PROMPT, model=name, lora_name=adapter)) == 8
+        assert [live.release() for live in stopped] == [OK] * len(names)
+
+
+@case("2.4.10", "ModelStructConfig.lora_names", "AsStatus.as_status")
+def an_adapter_that_is_no_directory_or_unreadable_is_refused(s: Server) -> None:
+    """2: there is none. 3: there is something, but no adapter."""
+    adapter_of(s)
+    for names, status in ((["conformance-adapter", "conformance-none"], PARAM), (["conformance-broken"], IO)):
+        assert s.build("conformance-refused", lora_names=names) == status
+    with s.model() as name:
+        assert s.refused(request(name, PROMPT, lora_name="conformance-broken")) == IO

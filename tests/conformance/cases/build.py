@@ -8,7 +8,18 @@ import pytest
 from allspark_proto import allspark_service_pb2 as pb
 
 from tests.conformance import oracle
-from tests.conformance.server import INVALID, IO, LIMIT, OK, PARAM, Server, array_of, request
+from tests.conformance.server import (
+    CACHE_OUT,
+    INVALID,
+    IO,
+    LIMIT,
+    MEMORY,
+    OK,
+    PARAM,
+    Server,
+    array_of,
+    request,
+)
 from tests.conformance.suite import add, case
 
 PROMPT = [5, 6, 7]
@@ -67,8 +78,7 @@ ACCEPTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("2.4", "compute_unit CPU:0", {"compute_unit": "CPU:0"}),
     ("2.4", "compute_unit empty is any device", {"compute_unit": ""}),
     *(("2.4", f"cache_span_size {n}", {"cache_span_size": n}) for n in (0, 16, 32, 64, 128)),
-    *(("2.4", f"cache_span_num_init {n}", {"cache_span_num_init": n}) for n in (0, 5)),
-    *(("2.4", f"cache_span_num_grow {n}", {"cache_span_num_grow": n}) for n in (0, 5)),
+    *(("2.4", f"cache_span_num_grow {n} changes nothing", {"cache_span_num_grow": n}) for n in (0, 5)),
     *(("2.4", f"matmul_precision {p or 'empty'}", {"matmul_precision": p}) for p in ("", "highest", "high")),
     ("2.4", "engine_max_batch 0 is the default", {"engine_max_batch": 0}),
     ("2.4", "engine_max_length 11", {"engine_max_length": 11}),
@@ -167,6 +177,26 @@ def swap_threshold_below_zero_forbids_Unload(s: Server) -> None:
         assert s.status("UnloadModelFromDeviceMemory", name) == INVALID
 
 
+@case("2.4.12", CONFIG + "cache_span_num_init", CONFIG + "cache_span_num_grow", "AsEngineStat.total_span")
+def cache_span_num_init_fixes_the_number_of_frames_of_each_worker(s: Server) -> None:
+    span = 2 * oracle.reference(s.reference_path).config.num_hidden_layers  # frames of one span of tokens
+    totals = []
+    for init, spans in ((4 * span, 4), (9 * span - 1, 8)):  # whole spans alone can be used
+        with s.model(cache_span_num_init=init, cache_span_num_grow=7, cache_span_size=16) as name:
+            oracle.check_greedy(s.reference_path, PROMPT, s.generate(PROMPT, model=name, new=40))
+            stat = s.stat(name)
+            assert stat.total_span % (spans * span) == 0 and stat.free_token == stat.total_span // span * 16
+            assert s.refused(request(name, [5] * 500, max_length=600)) == CACHE_OUT, "no more than that"
+            totals.append(stat.total_span)
+    assert totals[1] == 2 * totals[0]
+
+
+@case("2.4.12", CONFIG + "cache_span_num_init", "AsStatus.as_status")
+def frames_that_no_memory_holds_4(s: Server) -> None:
+    for init in (1, 1 << 30):
+        assert s.build("conformance-refused", cache_span_num_init=init) == MEMORY
+
+
 @case("2.4.14", CONFIG + "cache_mode", "AsEngineStat.span_size")
 def cache_mode_shrinks_a_frame_as_the_formulas_say(s: Server) -> None:
     config = oracle.reference(s.reference_path).config
@@ -211,6 +241,17 @@ def prefix_cache_ttl_zero_reuses_only_among_live_requests(s: Server) -> None:
         outputs = [s.generate(prompt, model=name) for _ in range(4)]
         assert outputs == [outputs[0]] * 4
         assert s.stat(name).prefix_cache_hit_token == 0
+
+
+@case("1.4.1", CONFIG + "model_path", "AsStatus.as_status")
+def the_first_of_several_faults_is_the_one_that_upstream_names(s: Server) -> None:
+    def status(**fields: Any) -> int:
+        answer = s.answer("BuildModelFromConfigStruct", pb.ModelStructConfig(**fields))
+        return int(answer.as_status)
+
+    assert status() == IO, "no path, no name"
+    assert status(compute_unit="TPU:0", cache_span_size=8) == IO
+    assert status(model_path=s.model_path) == PARAM, "no name"
 
 
 @case("1.4.1", CONFIG + "model_name")

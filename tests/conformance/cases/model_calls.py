@@ -68,7 +68,10 @@ def Unload_and_Reload_statuses(s: Server) -> None:
         assert s.status("UnloadModelFromDeviceMemory", name) == OK
         assert s.refused(request(name, PROMPT)) == INVALID
         assert s.status("ReloadModelToDeviceMemory", name) == OK
-    with s.model(swap_threshold=-1) as name:
+    with s.model(swap_threshold=-1, engine_max_length=s.long) as name:
+        live = s.start(PROMPT, model=name, max_length=s.long)
+        assert s.status("UnloadModelFromDeviceMemory", name) == DENIED, "live requests come first"
+        assert live.release() == OK
         assert s.status("UnloadModelFromDeviceMemory", name) == INVALID
 
 

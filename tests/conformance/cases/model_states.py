@@ -194,6 +194,7 @@ def unload_and_reload_return_to_running_with_the_same_tokens(s: Server) -> None:
         before = s.generate([5, 6, 7], model=name)
         assert s.status("UnloadModelFromDeviceMemory", name) == OK
         assert s.refused(request(name, [5, 6, 7])) == INVALID
+        assert s.stat(name) == pb.AsEngineStat(model_name=name)
         assert s.status("ReloadModelToDeviceMemory", name) == OK
         assert s.generate([5, 6, 7], model=name) == before
 

@@ -51,6 +51,30 @@ def token_counters_are_exact(s: Server) -> None:
         assert (stat.total_generated_token, stat.total_prefill_token) == (55, 15)
 
 
+@case("2.6.5", *(S + f for f in ("total_generated_token", "total_prefill_token")))
+def token_counters_are_those_since_StartModel(s: Server) -> None:
+    """An Unload and a Reload do not set them back, whatever was unloaded; a new StartModel does."""
+
+    def counted() -> tuple[int, int]:
+        stat = s.stat(name)
+        return stat.total_generated_token, stat.total_prefill_token
+
+    with s.model() as name:
+        for _ in range(2):
+            s.generate(PROMPT, model=name, new=11)
+        for _ in range(2):
+            assert s.status("UnloadModelFromDeviceMemory", name) == OK
+            assert s.status("ReloadModelToDeviceMemory", name) == OK
+        s.generate(PROMPT, model=name, new=11)
+        assert counted() == (33, 9)
+        assert (s.status("StopModel", name), counted()) == (OK, (33, 9)), "the last values"
+        assert s.status("UnloadModelFromDeviceMemory", name) == OK
+        assert (s.status("ReloadModelToDeviceMemory", name), counted()) == (OK, (33, 9))
+        assert (s.status("StartModel", name), counted()) == (OK, (0, 0))
+        s.generate(PROMPT, model=name, new=5)
+        assert counted() == (5, 3)
+
+
 @case("2.6.5", S + "generate_token_persec", S + "process_token_persec")
 def rates_are_those_of_the_last_seconds(s: Server) -> None:
     with s.model() as name:

@@ -49,10 +49,11 @@ class KVLayout:
 
 
 def plan_kv(model: Model, config: ModelConfig) -> KVLayout:
-    """How many spans: the budget, but no more than a full batch of the longest requests can use.
+    """How many spans: those of `kv_frames`, or the budget, but then no more than a full batch of the longest
+    requests can use.
 
-    Raises ModelMemoryError if not even one span fits, UnsupportedModelError if the cache mode cannot store
-    heads of this model.
+    Raises ModelMemoryError if not even one span fits, or not what is asked for, UnsupportedModelError if the
+    cache mode cannot store heads of this model.
     """
     arch, span_size = model.arch, config.span_tokens
     try:
@@ -63,7 +64,14 @@ def plan_kv(model: Model, config: ModelConfig) -> KVLayout:
     one_span = KVLayout(1, span_size, frame_bytes, arch.num_layers, stored_as).bytes_per_span
     budget = config.kv_bytes or _default_budget(model.device)
     useful = config.batch_limit * -(-model.max_length // span_size)
-    num_spans = min(budget // one_span, useful)
+    wanted = config.kv_frames // (2 * arch.num_layers)
+    if config.kv_frames and not 1 <= wanted <= budget // one_span:
+        raise ModelMemoryError(
+            f"{config.kv_frames} frames of KV memory, {2 * arch.num_layers} of them for a span: at least one "
+            f"span is needed, and the memory for KV spans on {model.device}, {budget} bytes, "
+            f"holds {budget // one_span}"
+        )
+    num_spans = wanted or min(budget // one_span, useful)
     if num_spans < 1:
         raise ModelMemoryError(
             f"{budget} bytes for KV spans on {model.device} do not hold one span of {one_span} bytes"

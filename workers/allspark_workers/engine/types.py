@@ -238,7 +238,8 @@ class ModelConfig:
     precise as the device has them; fp32, bf16, fp16: products of numbers of that type, with fp32 sums;
     int8, int4, int4_g64, int4_g32: weights rounded to so many bits (groups of 128, 64, 32). `max_length`
     0: the model's own. `max_batch` 0: 32. `span_size` tokens, 0: 32. `kv_bytes` 0: a bounded share of free
-    memory. `num_threads` 0: as many as the process may use. `prefill_chunk`: prompt tokens computed per step.
+    memory. `kv_frames`: how many frames the KV pool has, 0: what the memory and a full batch allow.
+    `num_threads` 0: as many as the process may use. `prefill_chunk`: prompt tokens computed per step.
     `lora_names`: adapters to load with the model; `lora_roots`: directories that they and later ones are
     searched in; at most `lora_max_num` are in memory at a time, of rank `lora_max_rank` or less.
     `cache_mode`: how K and V are stored, 0 in the model's dtype, 1 as int8, 2 as uint4.
@@ -255,6 +256,7 @@ class ModelConfig:
     max_batch: int = 0
     span_size: int = 0
     kv_bytes: int = 0
+    kv_frames: int = 0
     num_threads: int = 0
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     lora_names: tuple[str, ...] = ()
@@ -277,7 +279,7 @@ class ModelConfig:
         if self.cache_mode not in CACHE_MODES:
             raise ValueError(f"cache_mode {self.cache_mode} is not one of 0, 1 (int8), 2 (uint4)")
         for name in (
-            *("max_length", "max_batch", "kv_bytes", "num_threads"),
+            *("max_length", "max_batch", "kv_bytes", "kv_frames", "num_threads"),
             *("prefix_cache_ttl_s", "prefix_host_bytes"),
         ):
             if getattr(self, name) < 0:
