@@ -147,17 +147,3 @@ def test_dockerfile_copies_what_exists() -> None:
     for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE):
         for source in line.split()[:-1]:
             assert (ROOT / source).exists(), source
-
-
-def test_the_secured_command_lines_of_the_documents_parse_and_are_secured() -> None:
-    """They listen on all addresses of their container without --allow-remote, which only secured ones may."""
-    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    lines = [
-        line.split() for line in text.splitlines() if "/secure/" in line and line.startswith("allspark ")
-    ]
-    assert sorted(line[1] for line in lines) == ["broker", "gateway", "worker"]
-    for _, command, *flags in lines:
-        settings = SETTINGS[command].load(flags)
-        assert settings.redis.startswith("rediss://") and settings.curve is not None
-        assert not settings.allow_remote
-        assert settings.is_secured() or not settings.listening_on()
