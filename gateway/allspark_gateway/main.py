@@ -29,6 +29,7 @@ from allspark_gateway.readiness import Readiness
 from allspark_gateway.results import Results
 from allspark_gateway.service import GatewayLeaves, InFlight, Service
 from allspark_gateway.settings import GatewaySettings
+from allspark_gateway.store_doubt import StoreDoubt
 from allspark_gateway.sync import Sync
 from allspark_gateway.tokens import TokenFileError, Tokens
 
@@ -60,11 +61,13 @@ class Gateway:
         self._ledger = Ledger(self._store, Ttl())
         self._denials = Denials()
         self._in_flight = InFlight()
+        self._doubt = StoreDoubt()
         self._readiness = Readiness(
             self._store,
             self._broker,
             give_up_s=settings.call_timeout_s,
             on_store_lost=self._readers.interrupt,
+            on_store_doubt=self._doubt.tell,
         )
         self.listeners = [Listener(address, settings) for address in settings.grpc]
         self._stopped = asyncio.Event()
@@ -98,7 +101,7 @@ class Gateway:
         calls = FleetCalls(
             self._broker, self._ledger, self._denials, self._settings, tenant, may_shutdown=may_shutdown
         )
-        results = Results(self._streams, self._readers, self._deliveries, self._settings, tenant)
+        results = Results(self._streams, self._readers, self._deliveries, self._settings, tenant, self._doubt)
         sync = Sync(self._streams, self._readers, self._ledger, results, tenant)
         return Service(calls, results, sync, self._in_flight)
 

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 PATIENCE_S = 2.0
+DOUBT_S = 1.0  # of silence after the first question that was not answered
 SERVICES = (OVERALL_HEALTH, pb.DESCRIPTOR.services_by_name["AllSpark"].full_name)
 
 
@@ -34,7 +35,8 @@ def _without_workers(status: fleet.FleetStatus) -> str:
 class Readiness:
     """Asks Redis and a broker every `INTERVAL_S`: do both answer, does a started model have a worker?
 
-    When Redis has been away for `give_up_s`, `on_store_lost` is told, so that parked calls are answered.
+    When Redis has been away for `give_up_s`, `on_store_lost` is told, so that parked calls are answered;
+    `on_store_doubt` is told every time whether it has been for `DOUBT_S`.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class Readiness:
         *,
         give_up_s: float,
         on_store_lost: Callable[[FleetError], None],
+        on_store_doubt: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._store = store
         self._broker = broker
         self._give_up_s = give_up_s
         self._on_store_lost = on_store_lost
+        self._on_store_doubt = on_store_doubt
         self._health = health_aio.HealthServicer()
         self._task: asyncio.Task[None] | None = None
         self._store_lost_since_s: float | None = None
@@ -114,9 +118,11 @@ class Readiness:
         now_s = asyncio.get_running_loop().time()
         if not problem:
             self._store_lost_since_s = None
+            self._on_store_doubt(False)
             return
         if self._store_lost_since_s is None:
             self._store_lost_since_s = now_s
+        self._on_store_doubt(now_s - self._store_lost_since_s >= DOUBT_S)
         if now_s - self._store_lost_since_s >= self._give_up_s:
             self._on_store_lost(StoreUnavailable(f"{problem}; nothing was lost, try again"))
 

@@ -13,6 +13,7 @@ from allspark_gateway.answers import Context, Gone, Pairs
 from allspark_gateway.deliveries import Deliveries, Delivery
 from allspark_gateway.readers import Reader, Readers
 from allspark_gateway.settings import GatewaySettings
+from allspark_gateway.store_doubt import StoreDoubt
 
 #: A Get that has waited takes no tokens when its caller's deadline is this near: the answer could be late,
 #: and a caller without its own cursor would never see them.
@@ -32,7 +33,9 @@ class Results:
         deliveries: Deliveries,
         settings: GatewaySettings,
         tenant: str,
+        doubt: StoreDoubt,
     ) -> None:
+        self._doubt = doubt
         self._streams = streams
         self._readers = readers
         self._deliveries = deliveries
@@ -94,7 +97,9 @@ class Results:
         reader = self._readers.enter(rid)
         batch: Batch | None = None
         try:
-            batch = await self._readers.next_batch(reader, partial(self._streams.read, rid, cursor), cursor)
+            async with self._doubt.limited():
+                look = partial(self._streams.read, rid, cursor)
+                batch = await self._readers.next_batch(reader, look, cursor)
         finally:
             self._readers.exit(reader, is_over=_is_over(batch))
         return _elements(request.uuid, batch, context, ((metadata.CURSOR, str(batch.end)),))
@@ -102,7 +107,8 @@ class Results:
     async def get_no_wait_from(self, request: pb.UUID, context: Context) -> pb.GeneratedElements:
         """GetNoWait for a caller that keeps its own cursor."""
         cursor = _cursor_of(context)
-        batch = await self._streams.read(self.request_id(request.uuid), cursor)
+        async with self._doubt.limited():
+            batch = await self._streams.read(self.request_id(request.uuid), cursor)
         return _elements(request.uuid, batch, context, ((metadata.CURSOR, str(batch.end)),))
 
     def request_id(self, uuid: str) -> str:
