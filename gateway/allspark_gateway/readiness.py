@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 PATIENCE_S = 2.0
-DOUBT_S = 1.0  # of silence after the first question that was not answered
+DOUBT_S = 1.0  # of silence, from the first question that was not answered
 SERVICES = (OVERALL_HEALTH, pb.DESCRIPTOR.services_by_name["AllSpark"].full_name)
 
 
@@ -91,8 +91,9 @@ class Readiness:
 
     async def _run(self) -> None:
         while True:
+            asked_s = asyncio.get_running_loop().time()
             problems = await asyncio.gather(self._ask_store(), self._ask_broker())
-            self._watch_store(problems[0])
+            self._watch_store(problems[0], asked_s)
             is_ready = not any(problems)
             if is_ready != self.is_ready:
                 log.info("ready" if is_ready else f"not ready: {'; '.join(filter(None, problems))}")
@@ -114,14 +115,14 @@ class Readiness:
             return e.reason
         return _without_workers(reply.fleet_status)
 
-    def _watch_store(self, problem: str) -> None:
-        now_s = asyncio.get_running_loop().time()
+    def _watch_store(self, problem: str, asked_s: float) -> None:
         if not problem:
             self._store_lost_since_s = None
             self._on_store_doubt(False)
             return
         if self._store_lost_since_s is None:
-            self._store_lost_since_s = now_s
+            self._store_lost_since_s = asked_s
+        now_s = asyncio.get_running_loop().time()
         self._on_store_doubt(now_s - self._store_lost_since_s >= DOUBT_S)
         if now_s - self._store_lost_since_s >= self._give_up_s:
             self._on_store_lost(StoreUnavailable(f"{problem}; nothing was lost, try again"))

@@ -34,6 +34,7 @@ class Story:
     ended_at: float | None = None
     finish_reason: str = ""
     deaths: int = 0
+    dead_workers: tuple[str, ...] = ()  # as the ledger has them in the end
     is_over: bool = False
 
     @property
@@ -125,7 +126,9 @@ class Load:
         """What the client got and what the raw stream holds, against the quiet run's answer."""
         entries = await self._store.command("XRANGE", keys.stream(rid), "-", "+")
         found = [records.decode(fields[1]) for _, fields in entries]
-        story.deaths = int(await self._store.command("HGET", keys.request(rid), "dt") or 0)
+        deaths, of = await self._store.command("HMGET", keys.request(rid), "dt", "de")
+        story.deaths = int(deaths or 0)
+        story.dead_workers = tuple(death.partition("=")[2] for death in (of or b"").decode().split())
         expected = self._workload.expected(story.asked)
         if answer.finish_reason not in ("stopped", "poison"):
             if difference := answer.difference(expected):

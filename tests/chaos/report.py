@@ -113,7 +113,7 @@ def markdown(outcome: Outcome) -> str:
         f"{len(outcome.hits)} of {outcome.options.faults} faults and {len(outcome.stories)} requests in "
         f"{outcome.seconds:.0f} s; {outcome.denied} denials, which clients repeated. Ends: "
         + ", ".join(f"{n} {reason}" for reason, n in outcome.reasons().most_common())
-        + ".",
+        + f". Quarantined (poison) though a worker of theirs had not been killed: {outcome.num_wronged()}.",
         "",
         f"**{len(outcome.complaints)} broken promises.**",
         *(f"- {c}" for c in outcome.complaints),

@@ -68,7 +68,7 @@ ENGINES: dict[str, Callable[[Options], Workload]] = {
 
 @dataclass
 class Outcome:
-    """`hits`: each fault and when it struck; `periods` has those that are over.
+    """`hits`: each fault and when it struck; `periods` has those that are over. `killed`: ids of workers.
 
     `samples`: what ran on workers that were killed. `complaints` is empty if every promise was kept.
     """
@@ -79,12 +79,19 @@ class Outcome:
     samples: list[Sample] = field(default_factory=list)
     stories: list[Story] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
+    killed: set[str] = field(default_factory=set)
     denied: int = 0
     seconds: float = 0.0
 
     def reasons(self) -> Counter[str]:
         """How the requests ended."""
         return Counter(s.finish_reason or "no end" for s in self.stories)
+
+    def num_wronged(self) -> int:
+        """Requests that were quarantined although a worker that they are said to have killed was not."""
+        return sum(
+            s.finish_reason == "poison" and not self.killed.issuperset(s.dead_workers) for s in self.stories
+        )
 
 
 def run(options: Options) -> Outcome:
@@ -209,6 +216,8 @@ class _Run:
         elif fault.action == "kill":
             process.forgive()
             starts = process.num_starts
+            if fault.kind == "worker":
+                self._outcome.killed.add(process.ready["worker"])
             process.kill()
             await asyncio.to_thread(process.wait_ready, READY_S, starts + 1)
         else:

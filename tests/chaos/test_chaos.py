@@ -72,6 +72,15 @@ def test_recovery_lasts_until_a_token_that_was_not_there_yet_and_is_told_apart_f
     assert not report.is_slow(late), "it was waiting already"
 
 
+def test_a_quarantine_is_wrong_if_a_worker_that_is_said_to_have_died_was_only_cut_off() -> None:
+    stories = [
+        Story(i, ask(1, i), finish_reason=reason, dead_workers=("a", dead))
+        for i, (reason, dead) in enumerate([("poison", "b"), ("poison", "c"), ("length", "c")])
+    ]
+    outcome = Outcome(SHORT, stories=stories, killed={"a", "b"})
+    assert outcome.num_wronged() == 1 and "had not been killed: 1." in report.markdown(outcome)
+
+
 def test_wait_is_charged_to_the_fault_that_explains_it() -> None:
     kill, pause = Fault(0, "worker", "kill", 0), Fault(0, "store", "pause", 0, 1.0)
     story = Story(0, ask(1, 0), events=[9.0, 10.5, 10.6, 13.0, 21.0, 24.0], lengths=[0] * 6)
