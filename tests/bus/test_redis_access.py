@@ -51,7 +51,7 @@ def port(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     command = [str(valkey_binary.get_binary_path()), "--port", str(number), "--bind", "127.0.0.1"]
     command += ["--save", "", "--aclfile", str(file), "--dir", str(file.parent)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", number), 0.2):
             break
@@ -67,8 +67,8 @@ def url(made: Path, port: int, user: str = "allspark", file: str = "store") -> s
 
 
 @contextlib.asynccontextmanager
-async def opened(where: str) -> AsyncIterator[Store]:
-    store = Store(where, patience_s=0.5)
+async def opened(where: str, patience_s: float = 60.0) -> AsyncIterator[Store]:
+    store = Store(where, patience_s=patience_s)
     yield store
     await store.close()
 
@@ -155,7 +155,7 @@ async def test_a_reader_sees_the_results_of_its_tenant_only(made: Path, port: in
 async def test_without_the_password_nothing_is_read(
     where: str, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened(where.format(port=port)) as store:
+    async with opened(where.format(port=port), patience_s=3.0) as store:  # longer than a stall
         with pytest.raises(
             (StoreUnavailable, ResponseError),
             match=r"(?i)refused the login|NOAUTH|required|invalid username-password",
@@ -199,9 +199,9 @@ async def test_tls_to_redis_is_checked_against_the_authority(made: Path, port: i
     async with opened(f"{where}&ssl_ca_certs={made}/ca.pem") as store:
         assert await store.command("PING") == b"PONG"
         async with Wakeups(store).watch("a/u") as event:
-            await asyncio.wait_for(event.wait(), 10)
+            await asyncio.wait_for(event.wait(), 60)
     for wrong in (where, f"{where}&ssl_ca_certs={stranger}", url(made, tls_port)):
-        async with opened(wrong) as store:
+        async with opened(wrong, patience_s=0.5) as store:
             with pytest.raises(StoreUnavailable):
                 await store.command("PING")
     server.close()

@@ -14,6 +14,13 @@ from redis.asyncio.connection import AbstractConnection
 RID = "default/w-1"
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is not let run for a while is not replaced, except where that is the test."""
+    monkeypatch.setattr("allspark_bus.subscription.SILENCE_S", 120.0)
+    monkeypatch.setattr("allspark_bus.subscription.CONNECT_TIMEOUT_S", 60.0)
+
+
 @pytest.fixture
 async def wakeups(store: Store) -> AsyncIterator[Wakeups]:
     w = Wakeups(store)
@@ -35,7 +42,7 @@ def listening(wakeups: Wakeups) -> asyncio.Queue[bytes]:
 
 
 async def hear(heard: asyncio.Queue[bytes]) -> bytes:
-    return await asyncio.wait_for(heard.get(), 10)
+    return await asyncio.wait_for(heard.get(), 60)
 
 
 async def test_a_listener_hears_the_beginning_and_the_id_of_each_entry(
@@ -122,7 +129,7 @@ async def test_an_idle_connection_without_subscriptions_survives_its_probes(
     wakeups.leave(RID, heard.put_nowait)
     probes = asyncio.Event()
     monkeypatch.setattr("allspark_bus.subscription.send", _counting(5, probes))
-    await asyncio.wait_for(probes.wait(), 10)
+    await asyncio.wait_for(probes.wait(), 60)
 
     again = listening(wakeups)
     assert await hear(again) == b""

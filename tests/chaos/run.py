@@ -24,8 +24,8 @@ from tests.chaos.workload import MODEL, ServedModel, Workload
 from tests.conftest import ValkeyProcess
 from tests.network.proxy import FAULTS
 
-READY_S = 120.0
-BALANCE_S = 30.0
+READY_S = 300.0
+BALANCE_S = 90.0
 AT_ONCE = 4  # faults in progress
 
 

@@ -15,11 +15,11 @@ from tests.chaos.scripted import ask
 
 SEED = 20_261_201
 SHORT = Options(
-    SEED, len(WEIGHTS), workers=2, brokers=2, gateways=2, clients=8, longest_pause_s=2.5, worker_timeout_s=1.5
+    SEED, len(WEIGHTS), workers=2, brokers=2, gateways=2, clients=8, longest_pause_s=6.0, worker_timeout_s=4.0
 )
 
 
-DEEP = replace(SHORT, faults=3, brokers=1, gateways=1, clients=6, engine="real")
+DEEP = replace(SHORT, faults=3, brokers=1, gateways=1, clients=6, longest_pause_s=7.0, engine="real")
 
 
 def first_seed(*names: str) -> int:

@@ -74,7 +74,10 @@ def test_ten_times_the_load_of_a_fleet(tmp_path: Path) -> None:
     model = tmp_path / "m.json"
     model.write_text(json.dumps({"max_batch": 4, "step_s": 0.02}))
     options = FleetOptions(
-        worker_command=(sys.executable, SCRIPTED), model_roots=(tmp_path,), broker_args=("--max-queue=40",)
+        start_timeout_s=300.0,
+        worker_command=(sys.executable, SCRIPTED),
+        model_roots=(tmp_path,),
+        broker_args=("--max-queue=40",),
     )
     with Fleet(options) as fleet:
         fleet.load_model("m", model, ModelOptions(max_batch=4))

@@ -15,7 +15,7 @@ from allspark.launcher import Fleet, FleetOptions, LaunchError, ManagedProcess, 
 from allspark.launcher import process as process_module
 from allspark.launcher.store import lock_directory
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 READY = "import os, sys; os.write(int(sys.argv[1]), b'{\"n\": %d}\\n' % os.getpid())\n"
 BLOCK = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
@@ -31,6 +31,7 @@ def python(code: str) -> Callable[[int], Sequence[str]]:
 def fast_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(process_module, "MAX_DELAY_S", 0.02)
+    monkeypatch.setattr(process_module, "PUMP_S", TIMEOUT_S)  # the last lines count here, however late
 
 
 @pytest.fixture

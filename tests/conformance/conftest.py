@@ -56,6 +56,7 @@ def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
         model_roots=(root,),
         worker_args=("--kv-memory=24MiB", "--profile"),
         drain_s=5.0,
+        start_timeout_s=300.0,
     )
     with Fleet(options, lambda name, line: print(f"{name} | {line}")) as fleet:
         tcp = [a for a in fleet.addresses if not a.startswith("unix:")]

@@ -15,7 +15,7 @@ import pytest
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto.allspark_service_pb2_grpc import AllSparkStub
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 MAX_LENGTH = 1024  # of the models that cases build
 FINISHED, INTERRUPTED = pb.GenerateFinished, pb.GenerateInterrupted
 OK, PARAM, IO, MEMORY, RUNTIME, LIMIT, INVALID, ILLEGAL_ID, CACHE_OUT, DENIED = (

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from allspark.launcher.ports import free_port
 from allspark_bus.broker_client import BrokerClient
-from allspark_bus.ledger import Ledger
+from allspark_bus.ledger import Ledger, now_ms
 from allspark_bus.store import Store
 from allspark_bus.streams import Batch, Streams
 from allspark_bus.wakeups import Wakeups
@@ -22,7 +22,9 @@ from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
 SCRIPTED = str(Path(__file__).with_name("scripted_engine.py"))
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 120.0
+LIMIT_S = 60.0  # for anything to happen: a busy machine may not run a process for many seconds
+WORKER_TIMEOUT_S = 8.0  # so no process that lives counts as dead; that one was killed is known at once
 
 
 class Process:
@@ -48,7 +50,7 @@ class Process:
         self.popen.kill()
         self.popen.wait()
 
-    def terminate(self, timeout_s: float = 15.0) -> int:
+    def terminate(self, timeout_s: float = LIMIT_S) -> int:
         """SIGTERM; the exit status."""
         self.popen.send_signal(signal.SIGCONT)
         self.popen.terminate()
@@ -66,7 +68,7 @@ class MiniFleet:
     """One broker, workers with the scripted engine, and a client."""
 
     def __init__(
-        self, redis: str, directory: Path, *broker_flags: str, worker_timeout_s: float = 1.0
+        self, redis: str, directory: Path, *broker_flags: str, worker_timeout_s: float = WORKER_TIMEOUT_S
     ) -> None:
         self.worker_timeout_s = worker_timeout_s
         self.redis = redis
@@ -86,14 +88,15 @@ class MiniFleet:
         self.broker = Process(
             sys.executable, "-c", BROKER, f"--redis={self.redis}", f"--frontend={self.frontend}",
             f"--backend={self.backend}", "--heartbeat-s=0.1", f"--worker-timeout-s={self.worker_timeout_s}",
-            "--ack-timeout-s=1.0", "--drain-s=5", *self.broker_flags,
+            f"--ack-timeout-s={WORKER_TIMEOUT_S}", "--drain-s=5", *self.broker_flags,
         )  # fmt: skip
         self.frontend, self.backend = self.broker.addresses["frontend"], self.broker.addresses["backend"]
 
     def start_worker(self, *flags: str) -> Process:
         worker = Process(
             sys.executable, SCRIPTED, f"--redis={self.redis}", f"--broker={self.backend}",
-            f"--model-root={self.directory}", "--heartbeat-s=0.1", "--broker-timeout-s=1.0", *flags,
+            f"--model-root={self.directory}", "--heartbeat-s=0.1", "--broker-timeout-s=3.0",
+            "--stall-s=600", *flags,
         )  # fmt: skip
         self.workers.append(worker)
         return worker
@@ -102,8 +105,22 @@ class MiniFleet:
         (self.directory / name).write_text(json.dumps(options))
         return name
 
-    async def call(self, timeout_s: float = 20.0, tenant: str = "", **call: Any) -> fleet.Reply:
+    async def call(self, timeout_s: float = LIMIT_S, tenant: str = "", **call: Any) -> fleet.Reply:
         return await self.client.call(fleet.Envelope(tenant=tenant, **call), timeout_s)
+
+    async def accepted_with_deadline(
+        self, started: pb.StartRequestRequest, deadline_ms: int = 500
+    ) -> pb.StartRequestRequest:
+        """Submits a request with a deadline; with a later one, under another uuid, if it came too late."""
+        uuid = started.config.uuid
+        while True:
+            envelope = fleet.Envelope(start_request=started, deadline_unix_ms=now_ms() + deadline_ms)
+            reply = await self.client.call(envelope, LIMIT_S)
+            if not reply.as_status:
+                return started
+            assert reply.as_status == pb.ALLSPARK_REQUEST_DENIED and deadline_ms < 1000 * LIMIT_S, reply
+            deadline_ms *= 4
+            started.config.uuid = f"{uuid}-{deadline_ms}"
 
     async def build_and_start(self, name: str = "m", path: str = "m.json", **config: Any) -> None:
         reply = await self.call(build_model=pb.ModelStructConfig(model_name=name, model_path=path, **config))
@@ -151,7 +168,14 @@ async def until(wakeups: Wakeups, rid: str, holds: Callable[[], Awaitable[bool]]
             event.clear()
             if await holds():
                 return
-            await asyncio.wait_for(event.wait(), 20)
+            await asyncio.wait_for(event.wait(), LIMIT_S)
+
+
+async def polled(holds: Callable[[], Awaitable[object]]) -> None:
+    """Waits for something that other processes do, which nobody tells."""
+    async with asyncio.timeout(LIMIT_S):
+        while not await holds():
+            await asyncio.sleep(0.02)
 
 
 async def until_ended(wakeups: Wakeups, streams: Streams, rid: str) -> None:

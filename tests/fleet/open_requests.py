@@ -167,7 +167,9 @@ def run(count: int) -> Report:
         root = Path(directory)
         (root / "m.json").write_text(json.dumps({"gate": str(root / "gate"), "max_batch": MAX_BATCH}))
         options = FleetOptions(
+            start_timeout_s=LIMIT_S,
             worker_command=(sys.executable, SCRIPTED),
+            worker_args=("--stall-s=3600",),  # that nothing begins is not its engine's fault
             model_roots=(root,),
             broker_args=(f"--max-queue={count}",),
             gateway_args=(f"--max-calls={2 * count}",),

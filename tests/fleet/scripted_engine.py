@@ -5,7 +5,7 @@ file is JSON: {"vocab": 1000, "max_length": 512, "max_batch": 8, "step_s": 0.0, 
 A request whose prompt starts with an id of "poison" kills the process at its second step, one of
 "freeze_once" freezes the engine there (once for a model file), one of "overlooked" is never begun. Adapters
 "unreadable", "large" and "unsupported" are bad in the way they say, "missing" and those with a file NAME.gone
-are not there.
+are not there. While the file "gate" is missing, no request gets more than "gate_at" tokens (0).
 """
 
 import json
@@ -146,15 +146,18 @@ class ScriptedEngine:
             self._lock.notify_all()
 
     def _active(self) -> list[_Running]:
-        if (gate := self.options.get("gate")) and not Path(gate).exists():
-            return [r for r in self._requests.values() if r.cancelled][: self.facts.max_batch]
         overlooked = self.options.get("overlooked", [])
         runnable = [
             r
             for r in self._requests.values()
             if r.cancelled or not (r.held or int(r.request.prompt[0]) in overlooked)
         ]
-        return runnable[: self.facts.max_batch]
+        batch = runnable[: self.facts.max_batch]
+        if (gate := self.options.get("gate")) and not Path(gate).exists():
+            limit = self.options.get("gate_at", 0)
+            cancelled = [r for r in runnable if r.cancelled]
+            batch = cancelled + [r for r in batch if not r.cancelled and len(r.generated) < limit]
+        return batch[: self.facts.max_batch]
 
     def has_work(self) -> bool:
         with self._lock:

@@ -45,13 +45,13 @@ class CurveFleet:
         self.keys = keys
         self.broker = Process(
             sys.executable, "-c", BROKER, f"--redis={redis}", "--frontend=tcp://127.0.0.1:0",
-            "--backend=tcp://127.0.0.1:0", "--heartbeat-s=0.1", "--worker-timeout-s=1.0", "--drain-s=5",
-            f"--curve={keys}/broker",
+            "--backend=tcp://127.0.0.1:0", "--heartbeat-s=0.1", "--worker-timeout-s=5", "--drain-s=5",
+            "--ack-timeout-s=10", f"--curve={keys}/broker",
         )  # fmt: skip
         self.frontend, self.backend = self.broker.addresses["frontend"], self.broker.addresses["backend"]
         self.worker = Process(
             sys.executable, SCRIPTED, f"--redis={redis}", f"--broker={self.backend}",
-            f"--model-root={models}", "--heartbeat-s=0.1", "--broker-timeout-s=1.0", f"--curve={keys}/worker",
+            f"--model-root={models}", "--heartbeat-s=0.1", "--broker-timeout-s=3.0", f"--curve={keys}/worker",
         )  # fmt: skip
         self.store = Store(redis)
         self.streams = Streams(self.store)
@@ -61,7 +61,7 @@ class CurveFleet:
             for name in ("gateway", "producer-a", "producer-b")
         }
 
-    async def call(self, who: str, timeout_s: float = 20.0, tenant: str = "", **call: Any) -> fleet.Reply:
+    async def call(self, who: str, timeout_s: float = 60.0, tenant: str = "", **call: Any) -> fleet.Reply:
         return await self.clients[who].call(fleet.Envelope(tenant=tenant, **call), timeout_s)
 
     async def load(self, models: Path) -> None:
@@ -142,8 +142,8 @@ async def _strangers_get_nothing(f: CurveFleet, made: Path) -> None:
     knocks += [(f.backend, how) for how in (*strangers.values(), gateway)]
     answers = await asyncio.gather(*[_knock(endpoint, how) for endpoint, how in knocks])
     assert answers == [None] * len(knocks)
-    assert await _knock(f.frontend, gateway, patience_s=20) is not None
-    assert await _knock(f.backend, worker, patience_s=20) is not None
+    assert await _knock(f.frontend, gateway, patience_s=60) is not None
+    assert await _knock(f.backend, worker, patience_s=60) is not None
 
 
 async def _knock(
@@ -177,7 +177,7 @@ async def _nobody_takes_over_the_answers_of_another(f: CurveFleet) -> None:
     try:
         for _ in range(2):
             await holder.send_multipart(frames)
-            await asyncio.wait_for(holder.recv_multipart(), 20)
+            await asyncio.wait_for(holder.recv_multipart(), 60)
             assert await _knock(f.frontend, ClientKeys.read(f.keys / "producer-b"), b"same") is None
     finally:
         context.destroy(linger=0)
@@ -192,7 +192,7 @@ async def _is_answered(client: BrokerClient) -> bool:
 
 
 async def _the_status_command_needs_a_key(f: CurveFleet) -> None:
-    known_as = {"curve": f.keys / "gateway", "timeout_s": 20}
+    known_as = {"curve": f.keys / "gateway", "timeout_s": 60}
     [known] = (await collect(StatusSettings(broker=(f.frontend,), **known_as)))["brokers"]
     [stranger] = (await collect(StatusSettings(broker=(f.frontend,), timeout_s=SILENCE_S)))["brokers"]
     assert [model["name"] for model in known["models"]] == ["m"]

@@ -74,15 +74,14 @@ async def test_a_bad_document_that_no_worker_could_be_asked_about_ends_in_a_term
 async def test_a_request_that_is_stopped_while_its_document_compiles_leaves_nothing_behind(
     fleet_: MiniFleet,
 ) -> None:
-    worker = fleet_.start_worker()
+    worker = fleet_.start_worker("--drain-s=600")
     await fleet_.build_and_start()
     for uuid, text in [("one", "[0-9]+"), ("two", "[a-z]+")]:
         assert (await submit(fleet_, guided(uuid, type="regex", regex=text))).as_status == 0
         assert (await fleet_.call(stop_request=pb.StopRequestRequest(uuid=uuid))).as_status == 0
         assert (await fleet_.result(uuid)).reason == "stopped"
-    # What the worker still held would keep it until its limit for draining, 30 s.
-    worker.signal(signal.SIGTERM)
-    assert worker.popen.wait(25) == 0
+    # What the worker still held would keep it until its limit for draining.
+    assert await asyncio.to_thread(worker.terminate) == 0
 
 
 async def test_a_vocabulary_is_recorded_only_where_something_reads_it(fleet_: MiniFleet) -> None:

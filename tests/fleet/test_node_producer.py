@@ -43,7 +43,7 @@ async def test_a_node_producer_submits_and_reads_its_stream(node: str, fleet_: M
         node, "producer.mjs", fleet_.frontend, fleet_.redis, "m", "25", "3", "1", "4",
         cwd=EXAMPLE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    out, _ = await asyncio.wait_for(process.communicate(), 30)
+    out, _ = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0
     result = json.loads(out)
     assert result["tokens"] == expected_tokens([3, 1, 4], 25)
@@ -57,6 +57,6 @@ async def test_a_node_producer_is_told_why_it_is_refused(node: str, fleet_: Mini
         node, "producer.mjs", fleet_.frontend, fleet_.redis, "nobody", "5", "1",
         cwd=EXAMPLE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    _, err = await asyncio.wait_for(process.communicate(), 30)
+    _, err = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode != 0
     assert b"model 'nobody' is unknown" in err

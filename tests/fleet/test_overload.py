@@ -13,7 +13,7 @@ from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from allspark_workers.hosted import QUEUE_AHEAD
 
-from tests.fleet.harness import MiniFleet, request
+from tests.fleet.harness import LIMIT_S, MiniFleet, polled, request
 from tests.fleet.scripted_engine import expected_tokens
 
 STUCK = 666
@@ -30,7 +30,7 @@ async def make_fleet(valkey: Any, tmp_path: Path) -> AsyncIterator[Callable[...,
     async def make(*flags: str, **model: Any) -> MiniFleet:
         made.append(MiniFleet(valkey.url, tmp_path, *flags))
         made[-1].write_model(max_batch=MAX_BATCH, overlooked=[STUCK], **model)
-        made[-1].start_worker()
+        made[-1].start_worker()  # never exits because of what is stuck
         await made[-1].build_and_start()
         return made[-1]
 
@@ -42,7 +42,7 @@ async def make_fleet(valkey: Any, tmp_path: Path) -> AsyncIterator[Callable[...,
 async def start(f: MiniFleet, uuid: str, prompt: list[int], new: int, deadline_in_ms: int = 0) -> fleet.Reply:
     deadline_ms = now_ms() + deadline_in_ms if deadline_in_ms else 0
     envelope = fleet.Envelope(start_request=request(uuid, prompt, new), deadline_unix_ms=deadline_ms)
-    return await f.client.call(envelope, 20)
+    return await f.client.call(envelope, LIMIT_S)
 
 
 async def release(f: MiniFleet, uuids: list[str]) -> None:
@@ -107,9 +107,13 @@ async def test_what_expires_in_the_queue_ends_as_deadline_and_reaches_no_engine(
     await measure(f)
     for n in range(CAPACITY):
         assert (await start(f, f"first{n}", [STUCK], 4)).as_status == 0
-    uuids = [f"u{n}" for n in range(200)]
-    replies = await asyncio.gather(*[start(f, uuid, [7], 4, deadline_in_ms=2000) for uuid in uuids])
-    kept = [r.uuid for r in replies if not r.as_status]  # on a slow machine some come too late
+    kept: list[str] = []
+    for deadline_ms in (2000, 8000, 32_000):  # on a busy machine some come too late, or all
+        uuids = [f"u{deadline_ms}-{n}" for n in range(200)]
+        replies = await asyncio.gather(*[start(f, uuid, [7], 4, deadline_ms) for uuid in uuids])
+        kept += [r.uuid for r in replies if not r.as_status]
+        if kept:
+            break
     assert kept
     for uuid in kept:
         batch = await f.result(uuid)
@@ -117,7 +121,11 @@ async def test_what_expires_in_the_queue_ends_as_deadline_and_reaches_no_engine(
         assert not batch.tokens
         worker = await f.store.command("HGET", keys.request(f"default/{uuid}"), "wk")
         assert worker == b"", "it never had one"
-    assert (await counts(f)).queued_requests == 0
+
+    async def none_waits() -> bool:
+        return (await counts(f)).queued_requests == 0
+
+    await polled(none_waits)
 
 
 async def test_a_deadline_that_the_queue_cannot_keep_is_denied(make_fleet: Callable[..., Any]) -> None:
@@ -126,7 +134,7 @@ async def test_a_deadline_that_the_queue_cannot_keep_is_denied(make_fleet: Calla
     await measure(f)
     long = [f"long{n}" for n in range(60)]
     assert not any(r.as_status for r in await asyncio.gather(*[start(f, u, [4], 400) for u in long]))
-    denied = await start(f, "soon", [5], 10, deadline_in_ms=500)
+    denied = await start(f, "soon", [5], 10, deadline_in_ms=20_000)
     assert denied.as_status == pb.ALLSPARK_REQUEST_DENIED, denied.reason
     assert "after its deadline" in denied.reason and denied.retry_after_ms > 0
     assert denied.full_for_ms == 0, "it says nothing about others"

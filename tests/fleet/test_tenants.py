@@ -14,7 +14,7 @@ from tests.conftest import ValkeyProcess
 
 from .harness import MiniFleet, request
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from allspark_bus import keys
 from allspark_proto import records
 
-from tests.fleet.harness import MiniFleet
+from tests.fleet.harness import MiniFleet, polled
 from tests.fleet.scripted_engine import expected_tokens
 from tests.topologies import ClusterNodes, Replicated, ask, until
 
@@ -27,7 +27,7 @@ def nodes(tmp_path: Path) -> Iterator[ClusterNodes]:
 
 async def check(f: MiniFleet, uuid: str, prompt: list[int], new: int) -> None:
     """Every token once and one end, in the stream as for its readers."""
-    batch = await asyncio.wait_for(f.result(uuid), 60)
+    batch = await f.result(uuid)
     assert list(batch.tokens) == expected_tokens(prompt, new), uuid
     entries = await f.store.command("XRANGE", keys.stream(f"default/{uuid}"), "-", "+")
     found = [records.decode(fields[1]) for _, fields in entries]
@@ -41,7 +41,8 @@ async def test_tokens_that_were_lost_with_the_master_are_appended_again(
     """The replica stops following before the master dies, so the streams go back, and an end is lost."""
     f = MiniFleet(replicated.url(), tmp_path)
     try:
-        f.write_model(step_s=0.01, max_batch=16)
+        gate = tmp_path / "the-replica-is-detached"
+        f.write_model(step_s=0.01, max_batch=16, gate=str(gate), gate_at=20)
         f.start_worker()
         await f.build_and_start()
         running = [f"u{i}" for i in range(4)]
@@ -53,6 +54,7 @@ async def test_tokens_that_were_lost_with_the_master_are_appended_again(
         master = replicated.master_port()
         replica = next(s for s in replicated.servers if s.port != master)
         kept = await asyncio.to_thread(_detach, replica.port, "ends")
+        gate.touch()
         await f.result("ends")
         for uuid in running:
             await f.generated(uuid, kept + 20)
@@ -92,6 +94,10 @@ async def test_requests_on_a_cluster_outlive_a_master_that_is_restarted(
         for i, uuid in enumerate(uuids):
             await check(f, uuid, [8, i], 100)
         await f.store.ping()
-        assert await f.ledger.num_open("m") == 0
+
+        async def all_have_ended() -> bool:
+            return await f.ledger.num_open("m") == 0
+
+        await polled(all_have_ended)  # the index follows
     finally:
         await f.close()

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from allspark_bus.ledger import Ending
 from allspark_workers.publisher import Publication
-from allspark_workers.watchdog import Watchdog
+from allspark_workers.watchdog import LONGEST_S, LOOK_S, Watchdog
 
 STALL_S = 10.0
 
@@ -27,6 +27,16 @@ class Scene:
         )
 
     def after(self, seconds: float) -> str:
+        """The verdict then, with looks in between."""
+        until_s = self.now_s + seconds
+        while (left_s := until_s - self.now_s) > LOOK_S:
+            self.now_s += min(LOOK_S, left_s)
+            assert self.watchdog.verdict() == ""
+        self.now_s = until_s
+        return self.watchdog.verdict()
+
+    def after_a_stop(self, seconds: float) -> str:
+        """The verdict when this process goes on after it was stopped for so long."""
         self.now_s += seconds
         return self.watchdog.verdict()
 
@@ -48,6 +58,17 @@ def test_a_step_that_does_not_end(scene: Scene) -> None:
 def test_an_idle_engine_while_a_request_waits(scene: Scene) -> None:
     assert scene.after(10.0) == ""
     assert "t/u" in scene.after(0.1)
+
+
+def test_a_process_that_was_stopped_takes_its_own_absence_for_no_stall(scene: Scene) -> None:
+    scene.model.is_idle, scene.stalled_s = False, 3600.0
+    assert scene.after_a_stop(3600.0) == ""
+    assert scene.after(STALL_S - LONGEST_S) == ""
+    assert "no step for 10.1 s" in scene.after(0.1), "what is stuck since then is found"
+    other = Scene()
+    other.after(0.0)
+    assert other.after_a_stop(3600.0) == ""
+    assert other.after(STALL_S - LONGEST_S) == "" != other.after(0.1)
 
 
 @pytest.mark.parametrize("why", ["busy", "held", "cancelled", "ended"])

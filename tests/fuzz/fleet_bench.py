@@ -20,7 +20,7 @@ from tests.fleet.harness import MiniFleet, request
 from tests.fleet.scripted_engine import expected_tokens
 from tests.fuzz.fuzzing import SCALE
 
-PATIENCE_S = 60
+PATIENCE_S = 180
 
 
 class Bench(NamedTuple):
@@ -37,14 +37,14 @@ class Bench(NamedTuple):
         self.runner.run(asyncio.wait_for(work, PATIENCE_S * max(1.0, SCALE)))
 
     async def start(self, uuid: str, prompt: list[int], new: int, model: str = "m") -> None:
-        call = self.stub.StartRequest(request(uuid, prompt, new, model), timeout=20)
+        call = self.stub.StartRequest(request(uuid, prompt, new, model), timeout=60)
         assert (await call).as_status == pb.ALLSPARK_SUCCESS, (uuid, await call.trailing_metadata())
 
     async def tokens(self, uuid: str) -> list[int]:
         """Everything that Get gives until it gives nothing."""
         found: list[int] = []
         while True:
-            answer = await self.stub.Get(pb.UUID(uuid=uuid), timeout=20)
+            answer = await self.stub.Get(pb.UUID(uuid=uuid), timeout=60)
             if not answer.ids_from_generate:
                 return found
             found += answer.ids_from_generate
@@ -52,7 +52,7 @@ class Bench(NamedTuple):
     async def until_over(self, uuid: str) -> int:
         """Until the status is terminal; that of a record which cannot be read counts as well."""
         while True:
-            status = (await self.stub.GenerateStatus(pb.UUID(uuid=uuid), timeout=20)).status
+            status = (await self.stub.GenerateStatus(pb.UUID(uuid=uuid), timeout=60)).status
             if status in (pb.GenerateFinished, pb.GenerateInterrupted):
                 return int(status)
             await asyncio.sleep(0.02)  # polls the gateway: a damaged record tells nobody when it changes
@@ -63,7 +63,7 @@ class Bench(NamedTuple):
         uuid, prompt = f"well-behaved-{number}", [number + 1, 5]
         await self.start(uuid, prompt, new)
         assert await self.tokens(uuid) == expected_tokens(prompt, new)
-        released = await self.stub.ReleaseRequest(pb.StopRequestRequest(uuid=uuid), timeout=20)
+        released = await self.stub.ReleaseRequest(pb.StopRequestRequest(uuid=uuid), timeout=60)
         assert released.as_status == pb.ALLSPARK_SUCCESS
         self.check_alive()
 

@@ -58,18 +58,18 @@ async def survives(bench: Bench, damage: Damage, generated: int, new: int) -> No
     await bench.fleet.generated(victim, generated)
     await inflict(bench, victim, damage)
     uuid, names = pb.UUID(uuid=victim), pb.StopRequestRequest(uuid=victim)
-    await bench.stub.GeneratedLength(uuid, timeout=20)
-    await bench.stub.GetNoWait(uuid, timeout=20)
-    await bench.stub.StartRequest(request(victim, prompts[0], new), timeout=20)
+    await bench.stub.GeneratedLength(uuid, timeout=60)
+    await bench.stub.GetNoWait(uuid, timeout=60)
+    await bench.stub.StartRequest(request(victim, prompts[0], new), timeout=60)
     await bench.until_over(victim)
-    await bench.stub.StopRequest(names, timeout=20)
-    released = await bench.stub.ReleaseRequest(names, timeout=20)
+    await bench.stub.StopRequest(names, timeout=60)
+    released = await bench.stub.ReleaseRequest(names, timeout=60)
     assert released.as_status in (SUCCESS, ILLEGAL), damage
     assert await bench.tokens(neighbour) == expected_tokens(prompts[1], LONG)
     await bench.start(victim, prompts[0], 9)
     assert await bench.tokens(victim) == expected_tokens(prompts[0], 9), damage
     for name in (victim, neighbour):
-        await bench.stub.ReleaseRequest(pb.StopRequestRequest(uuid=name), timeout=20)
+        await bench.stub.ReleaseRequest(pb.StopRequestRequest(uuid=name), timeout=60)
     bench.check_alive()
 
 
@@ -165,7 +165,7 @@ def test_a_request_that_cannot_be_resumed_ends_and_the_others_go_on(entry: bytes
         assert await bench.until_over(uuids[0]) == pb.GenerateInterrupted
         assert await bench.tokens(uuids[1]) == expected_tokens([number + 1, 1], 400)
         for uuid in uuids:
-            await bench.stub.ReleaseRequest(pb.StopRequestRequest(uuid=uuid), timeout=20)
+            await bench.stub.ReleaseRequest(pb.StopRequestRequest(uuid=uuid), timeout=60)
         bench.check_alive()
 
     bench.run(run())
@@ -208,7 +208,7 @@ def test_a_damaged_model_harms_no_other_and_can_be_built_again(bench: Bench) -> 
             await bench.start(f"o-{number}", [number], 5, "other")
             assert await bench.tokens(f"o-{number}") == expected_tokens([number], 5), command
             for uuid in (f"m-{number}", f"o-{number}"):
-                await bench.stub.ReleaseRequest(pb.StopRequestRequest(uuid=uuid), timeout=20)
+                await bench.stub.ReleaseRequest(pb.StopRequestRequest(uuid=uuid), timeout=60)
             bench.check_alive()
 
     bench.run(run())

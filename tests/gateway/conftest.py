@@ -22,6 +22,7 @@ from allspark_proto import fleet_pb2 as fleet
 from allspark_proto.allspark_service_pb2_grpc import AllSparkStub
 from google.protobuf.message import DecodeError
 
+LIMIT_S = 60.0  # for anything to happen: a busy machine may not run a process for many seconds
 EOS = Ending(pb.GenerateFinished, "eos")
 Script = Callable[[fleet.Envelope], fleet.Reply | None]
 
@@ -31,7 +32,7 @@ def valkey(valkey_server: Any) -> Any:
     """One server for all tests of the gateway, emptied for each, started again if a test killed it."""
     if valkey_server.process is None:
         valkey_server.start()
-    with socket.create_connection(("127.0.0.1", valkey_server.port), 10) as s:
+    with socket.create_connection(("127.0.0.1", valkey_server.port), LIMIT_S) as s:
         s.sendall(b"FLUSHALL\r\n")
         assert s.recv(16) == b"+OK\r\n"
     return valkey_server
@@ -95,7 +96,7 @@ class Client:
         self.stub = AllSparkStub(self.channel)
 
     async def call(
-        self, name: str, message: Any, metadata: Sequence[tuple[str, str]] = (), timeout_s: float = 20
+        self, name: str, message: Any, metadata: Sequence[tuple[str, str]] = (), timeout_s: float = LIMIT_S
     ) -> tuple[Any, dict[str, str]]:
         call = getattr(self.stub, name)(message, metadata=tuple(metadata), timeout=timeout_s)
         reply = await call
@@ -154,8 +155,9 @@ class Producer:
 
     async def until_parked(self, uuid: str, gateways: int = 1) -> None:
         """Until that many gateways listen for changes of the request."""
-        while await self.num_subscribed(uuid) < gateways:
-            await asyncio.sleep(0.001)  # polls Valkey, the other process
+        async with asyncio.timeout(LIMIT_S):
+            while await self.num_subscribed(uuid) < gateways:
+                await asyncio.sleep(0.001)  # polls Valkey, the other process
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ class Gateways:
 
     def settings(self, **more: Any) -> GatewaySettings:
         base: dict[str, Any] = {"grpc": ("127.0.0.1:0",), "broker": (self._endpoint,), "redis": self._redis}
-        return GatewaySettings(**(base | {"call_timeout_s": 5, "drain_s": 5} | more))
+        return GatewaySettings(**(base | {"call_timeout_s": 30, "drain_s": 5} | more))
 
     async def open(self, **more: Any) -> Gateway:
         gateway = Gateway(self.settings(**more))
@@ -194,7 +196,7 @@ class Gateways:
         for client in self._clients:
             await client.channel.close()
         for gateway in self._gateways:
-            await asyncio.wait_for(gateway.close(), 20)
+            await asyncio.wait_for(gateway.close(), LIMIT_S)
 
 
 @pytest.fixture

@@ -277,7 +277,7 @@ async def test_without_redis_a_read_is_unavailable_after_a_bounded_wait(
 async def test_parked_calls_are_answered_when_redis_stays_away(
     valkey: Any, gateways: Gateways, producer: Producer
 ) -> None:
-    client = gateways.client(await gateways.open(call_timeout_s=0.2))
+    client = gateways.client(await gateways.open(call_timeout_s=5))  # enough to park them
     await producer.admit("u")
     parked = [
         asyncio.create_task(client.call("Get", pb.UUID(uuid="u"))),

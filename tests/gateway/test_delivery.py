@@ -131,7 +131,7 @@ async def test_an_answer_that_could_not_be_written_is_taken_back(
 
     monkeypatch.setattr(Streams, "take", take_then_cancel)
     await producer.add("u", 0, 10)
-    await asyncio.wait_for(cancelled.wait(), 10)
+    await asyncio.wait_for(cancelled.wait(), 60)
     assert await client.get("u") == [10]
 
 

@@ -40,12 +40,12 @@ class GatewayProcess:
         self.addresses: list[str] = []
 
     async def until_ready(self) -> "GatewayProcess":
-        line = await asyncio.wait_for(asyncio.to_thread(self._ready.readline), 30)
+        line = await asyncio.wait_for(asyncio.to_thread(self._ready.readline), 120)
         self.addresses = json.loads(line)["grpc"]
         return self
 
     async def wait(self) -> int:
-        return await asyncio.wait_for(asyncio.to_thread(self.process.wait), 30)
+        return await asyncio.wait_for(asyncio.to_thread(self.process.wait), 120)
 
     def end(self) -> None:
         self.process.kill()
@@ -82,7 +82,7 @@ async def test_the_ready_line_names_the_bound_addresses(
 async def test_sigterm_ends_it_and_sends_parked_callers_elsewhere(
     processes: Any, gateways: Gateways, producer: Producer
 ) -> None:
-    gateway = await processes("--drain-s=20")
+    gateway = await processes("--drain-s=60")
     client = gateways.client_at(gateway.addresses[0])
     await producer.admit("u")
     parked = [
@@ -105,7 +105,7 @@ async def test_sigterm_ends_it_and_sends_parked_callers_elsewhere(
 async def test_a_call_in_progress_is_finished_after_sigterm(
     processes: Any, gateways: Gateways, broker: ScriptedBroker
 ) -> None:
-    gateway = await processes("--drain-s=20")
+    gateway = await processes("--drain-s=60")
     client = gateways.client_at(gateway.addresses[0])
     broker.scripts["build_model"] = lambda _: None
     building = asyncio.create_task(client.call("BuildModelFromConfigStruct", pb.ModelStructConfig()))
@@ -114,7 +114,7 @@ async def test_a_call_in_progress_is_finished_after_sigterm(
     gateway.process.send_signal(signal.SIGTERM)
     with pytest.raises(grpc.aio.AioRpcError):
         while True:  # until it takes no new calls
-            await gateways.client_at(gateway.addresses[0]).call("GetRankId", pb.Empty(), timeout_s=20)
+            await gateways.client_at(gateway.addresses[0]).call("GetRankId", pb.Empty(), timeout_s=60)
     del broker.scripts["build_model"]  # the resend is answered
     assert (await building)[0].as_status == 0
     assert await gateway.wait() == 0

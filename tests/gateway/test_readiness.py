@@ -21,12 +21,12 @@ SERVICE = "allspark.allspark_service.AllSpark"
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(readiness, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(readiness, "PATIENCE_S", 3.0)  # shorter than a test waits, longer than a stall
 
 
 async def until(client: Client, status: int, service: str = "") -> None:
     health = health_pb2_grpc.HealthStub(client.channel)
-    async for answer in health.Watch(health_pb2.HealthCheckRequest(service=service), timeout=20):
+    async for answer in health.Watch(health_pb2.HealthCheckRequest(service=service), timeout=60):
         if answer.status == status:
             return
     raise AssertionError("the watch ended")
@@ -34,7 +34,7 @@ async def until(client: Client, status: int, service: str = "") -> None:
 
 async def check(client: Client, service: str = "") -> int:
     health = health_pb2_grpc.HealthStub(client.channel)
-    answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+    answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
     return int(answer.status)
 
 
@@ -89,10 +89,10 @@ async def test_an_unknown_service_is_not_found(client: Client) -> None:
 
 
 async def test_a_watch_does_not_hold_up_the_end(gateways: Gateways) -> None:
-    gateway = await gateways.open(drain_s=60)
+    gateway = await gateways.open(drain_s=600)
     health = health_pb2_grpc.HealthStub(gateways.client(gateway).channel)
     watch = health.Watch(health_pb2.HealthCheckRequest(service=""))
     async for answer in watch:
         if answer.status == SERVING:
             break
-    await asyncio.wait_for(gateway.close(), 30)
+    await asyncio.wait_for(gateway.close(), 60)

@@ -52,12 +52,12 @@ def access(made: Path, token: str = "", certificate: str = "") -> Access:
 
 
 def connect(gateway: Gateway, how: Access) -> AsyncClient:
-    return AsyncClient(gateway.listeners[0].bound, retry_s=0, timeout_s=10, access=how)
+    return AsyncClient(gateway.listeners[0].bound, retry_s=0, timeout_s=60, access=how)
 
 
 async def code_of(channel: grpc.aio.Channel, path: str, message: bytes, pairs: Sequence[Any] = ()) -> Any:
     """The gRPC status of a call, and its details."""
-    call = channel.unary_unary(path)(message, metadata=tuple(pairs), timeout=20)
+    call = channel.unary_unary(path)(message, metadata=tuple(pairs), timeout=60)
     return await call.code(), await call.details()
 
 
@@ -192,7 +192,7 @@ async def test_a_plain_caller_gets_nothing_from_a_tls_port(
         assert code is grpc.StatusCode.UNAVAILABLE
     host, _, port = bound.rpartition(":")
     with socket.create_connection((host, int(port)), 5) as raw:
-        raw.settimeout(20)
+        raw.settimeout(60)
         raw.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
         received = await asyncio.to_thread(_drain, raw)
     assert len(received) <= 7, "at most a TLS alert"
@@ -261,7 +261,7 @@ async def test_the_status_command_proves_itself(gateways: Gateways, made: Path) 
 async def until_ready(gateway: Gateway, how: Access) -> None:
     async with how.aio_channel(gateway.listeners[0].bound, ()) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        async for answer in stub.Watch(health_pb2.HealthCheckRequest(), timeout=20, metadata=how.metadata()):
+        async for answer in stub.Watch(health_pb2.HealthCheckRequest(), timeout=60, metadata=how.metadata()):
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
                 return
     raise AssertionError("the watch ended")

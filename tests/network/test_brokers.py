@@ -22,7 +22,7 @@ from tests.fleet.harness import BROKER, SCRIPTED, Process, request, until_ended
 from tests.fleet.scripted_engine import expected_tokens
 from tests.network.proxy import CLEAR, FAULTS, Network
 
-PATIENCE_S = 40.0
+PATIENCE_S = 90.0
 
 
 class TwoBrokers:
@@ -47,13 +47,14 @@ class TwoBrokers:
         self.brokers[i] = Process(
             sys.executable, "-c", BROKER, f"--redis={self.network.through(f'broker {i}', self.redis)}",
             f"--frontend={self.frontends[i]}", f"--backend={self.backends[i]}",
-            f"--model-root={self.directory}", "--heartbeat-s=0.1", "--worker-timeout-s=2",
+            f"--model-root={self.directory}", "--heartbeat-s=0.1", "--worker-timeout-s=8",
+            "--ack-timeout-s=8",
         )  # fmt: skip
 
     def start_worker(self) -> None:
         worker = Process(
             sys.executable, SCRIPTED, f"--redis={self.redis}", *(f"--broker={b}" for b in self.backends),
-            f"--model-root={self.directory}", "--heartbeat-s=0.1", "--broker-timeout-s=1",
+            f"--model-root={self.directory}", "--heartbeat-s=0.1", "--broker-timeout-s=3",
         )  # fmt: skip
         self.workers.append(worker)
 

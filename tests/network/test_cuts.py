@@ -22,7 +22,7 @@ from tests.chaos.workload import MODEL
 from tests.conftest import ValkeyProcess
 from tests.network.proxy import FAULTS, Link
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 #: Cut at the same time, in different ways; neither has part in the other's way around.
 GROUPS = [
     ("worker-broker", "gateway-store"),
@@ -45,9 +45,11 @@ def cut_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CutFle
         redis=valkey.url,
         model_roots=served.roots,
         drain_s=5.0,
+        start_timeout_s=300.0,
         worker_command=served.worker_command,
-        broker_args=("--worker-timeout-s=1.0", "--heartbeat-s=0.2", "--ack-timeout-s=1.0"),
-        worker_args=("--heartbeat-s=0.2", "--broker-timeout-s=1.0"),
+        # Longer than a process may just not be let run: who lost two workers is quarantined.
+        broker_args=("--worker-timeout-s=5", "--heartbeat-s=0.2", "--ack-timeout-s=5"),
+        worker_args=("--heartbeat-s=0.2", "--broker-timeout-s=2"),
         gateway_args=("--call-timeout-s=2.0",),
     )
     try:

@@ -11,7 +11,7 @@ from allspark_bus.wakeups import Wakeups
 from tests.conftest import ValkeyProcess
 from tests.network.proxy import FAULTS, Link, Network, Proxy
 
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from tests.network.proxy import CLEAR, FAULTS, Link, Network, Proxy
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 SILENCE_S = 0.3  # for bytes that must not come
 
 

@@ -10,7 +10,9 @@ from tests.soak.run import Options, Outcome, run
 from tests.soak.samples import Samples
 from tests.soak.verdict import MIB, held_longer, theil_sen, trend
 
-SHORT = Options(seed=20_261_205, seconds=4.0, warm_up_s=2.0, clients=8, idle_connections=4, restart_s=1.5)
+SHORT = Options(
+    seed=20_261_205, seconds=4.0, warm_up_s=2.0, clients=8, least=40, idle_connections=4, restart_s=1.5
+)
 
 
 @pytest.mark.slow

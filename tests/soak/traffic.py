@@ -55,6 +55,7 @@ class Traffic:
         self._rng = random.Random(seed)
         self._numbers = itertools.count()
         self._until = 0.0
+        self._wanted = 0
         self._idle: list[AsyncClient] = []
         self._producer = BrokerClient(place.frontends)
         self.counts: Counter[str] = Counter()
@@ -77,9 +78,13 @@ class Traffic:
             await client.version()
             self._idle.append(client)
 
-    async def run(self, seconds: float, clients: int) -> None:
-        """So many clients at once; returns when the last one has finished what it was doing."""
+    async def run(self, seconds: float, clients: int, least: int = 0) -> None:
+        """So many clients at once; returns when the last one has finished what it was doing.
+
+        It takes longer than `seconds` if `least` requests have not been begun by then.
+        """
         self._until = time.monotonic() + seconds
+        self._wanted = self.num_requests + least
         async with asyncio.TaskGroup() as group:
             for number in range(clients):
                 group.create_task(self._client(number))
@@ -93,7 +98,7 @@ class Traffic:
         await self._producer.close()
 
     def _goes_on(self) -> bool:
-        return time.monotonic() < self._until
+        return time.monotonic() < self._until or self.num_requests < self._wanted
 
     def _uuid(self) -> str:
         return f"soak-{next(self._numbers)}"

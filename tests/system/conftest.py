@@ -9,6 +9,7 @@ from allspark import demo_model
 from allspark.client import ModelOptions
 from allspark.launcher import Fleet, FleetOptions
 
+START_TIMEOUT_S = 300.0
 SCRIPTED = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")
 
 
@@ -25,7 +26,12 @@ def smollm2() -> Path:
 def real_fleet(smollm2: Path) -> Iterator[Fleet]:
     """SmolLM2 in bf16 on two workers behind two gateways; when nothing runs, no KV span is used."""
     options = FleetOptions(
-        workers=2, gateways=2, model_roots=(smollm2.parent,), worker_args=("--dtype=bf16",)
+        workers=2,
+        gateways=2,
+        model_roots=(smollm2.parent,),
+        worker_args=("--dtype=bf16",),
+        broker_args=("--worker-timeout-s=10",),  # on a busy machine both are slow at times
+        start_timeout_s=START_TIMEOUT_S,
     )
     with Fleet(options, report) as fleet:
         shared_while_used = ModelOptions(max_length=512, max_batch=32, prefix_cache_ttl_s=0)
@@ -43,7 +49,8 @@ def scripted_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         grpc=("127.0.0.1:0", f"unix:{root}/s.sock"),
         model_roots=(root,),
         worker_command=(sys.executable, SCRIPTED),
-        broker_args=("--drain-s=5",),
+        broker_args=("--drain-s=60",),
+        start_timeout_s=START_TIMEOUT_S,
     )
     with Fleet(options, report) as fleet:
         fleet.load_model("m", root / "m.json")

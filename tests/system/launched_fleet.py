@@ -22,6 +22,7 @@ def main(directory: Path) -> None:
         model_roots=(directory,),
         worker_command=(sys.executable, SCRIPTED),
         drain_s=1.0,
+        start_timeout_s=300.0,
     )
     with Fleet(options, lambda name, line: print(f"{name} | {line}", file=sys.stderr)) as fleet:
         fleet.load_model("m", directory / "m.json")

@@ -61,7 +61,7 @@ async def test_a_gateway_that_was_stopped_does_not_run_a_request_that_was_releas
 ) -> None:
     (tmp_path / "m.json").write_text("{}")
     options = FleetOptions(
-        gateways=2, model_roots=(tmp_path,), worker_command=(sys.executable, SCRIPTED), start_timeout_s=120.0
+        gateways=2, model_roots=(tmp_path,), worker_command=(sys.executable, SCRIPTED), start_timeout_s=300.0
     )
     async with Fleet(options, report) as fleet:
         await asyncio.to_thread(fleet.load_model, "m", tmp_path / "m.json")

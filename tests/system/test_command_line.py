@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -14,20 +15,20 @@ from typing import IO, Any, NamedTuple
 import pytest
 from allspark import demo_model
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 COMMAND = [sys.executable, "-m", "allspark.cli"]
 pytestmark = pytest.mark.slow
 
 
 def environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ALLSPARK_")}
-    return {**kept, **more}
+    return {**kept, "ALLSPARK_TIMEOUT_S": str(START_TIMEOUT_S), **more}
 
 
 def allspark(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment(), check=False
+        command, capture_output=True, text=True, timeout=START_TIMEOUT_S, env=environment(), check=False
     )
 
 
@@ -75,6 +76,7 @@ def read_until(stream: IO[str], wanted: str) -> str:
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     state = tmp_path_factory.mktemp("state")
     flags = ["--model=smollm2", "--gateways=2", "--grpc=127.0.0.1:0", "--max-length=512", "--drain-s=10"]
+    flags.append(f"--start-timeout-s={START_TIMEOUT_S}")
     demo_model.fetch()
     with subprocess.Popen(
         [*COMMAND, "up", *flags],
@@ -150,8 +152,12 @@ def test_interrupted_generate_releases_its_request(up: Up) -> None:
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         assert process.wait() == 130
-    after = stat()
-    assert (after["running_request"], after["pendding_request"]) == (0, 0)
+    limit_s = time.monotonic() + START_TIMEOUT_S
+    while True:  # its engine lets go of it after a step
+        after = stat()
+        if (after["running_request"], after["pendding_request"]) == (0, 0):
+            break
+        assert time.monotonic() < limit_s, after
     assert int(after["used_span"]) <= int(before["used_span"])
 
 

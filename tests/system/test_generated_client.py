@@ -30,7 +30,7 @@ def test_the_canonical_loop(scripted_fleet: Fleet, stubs: Path, transport: str) 
     script = Path(__file__).with_name("canonical_client.py")
     run = subprocess.run(
         [sys.executable, script, stubs, address, model, "40", "11", "12", "13"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)

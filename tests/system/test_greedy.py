@@ -40,7 +40,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 @pytest.fixture(scope="module")
 def fleet(tiny: TinyModels, smollm2: Path) -> Iterator[Fleet]:
     roots = (smollm2.parent, *(tiny.path(f) for f in FAMILIES))
-    with Fleet(FleetOptions(workers=1, model_roots=roots), report) as fleet:
+    with Fleet(FleetOptions(start_timeout_s=300.0, workers=1, model_roots=roots), report) as fleet:
         for family in FAMILIES:
             fleet.load_model(family, tiny.path(family), EXACT)
         fleet.load_model("qwen3-int8", tiny.path("qwen3"), replace(EXACT, cache_mode=CACHE_MODES["int8"]))

@@ -111,7 +111,7 @@ async def test_answers_follow_their_documents_even_if_a_worker_dies_in_the_middl
     assert re.fullmatch(REGEX, texts[-3])
     assert re.fullmatch("I like (cats|dogs|größere Katzen)( and (cats|dogs|größere Katzen))?\\.", texts[-2])
     assert await run_all(real_fleet, tokenizer, kills=True) == quiet
-    real_fleet.workers[0].wait_ready(60)
+    real_fleet.workers[0].wait_ready(300)
 
 
 def test_a_bad_document_fails_alone_at_admission(real_fleet: Fleet, tokenizer: Tokenizer) -> None:

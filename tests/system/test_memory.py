@@ -23,7 +23,7 @@ OPTIONS = ModelOptions(swap_threshold=0, max_length=128, max_batch=2)
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("medium-models")
     write_medium_model(root / "medium")
-    with Fleet(FleetOptions(workers=1, model_roots=(root,)), report) as fleet:
+    with Fleet(FleetOptions(start_timeout_s=300.0, workers=1, model_roots=(root,)), report) as fleet:
         yield fleet
 
 
@@ -53,7 +53,7 @@ class Worker:
             return request.result()
 
     def model_call(self, rpc: str, name: str) -> None:
-        reply, trailing = self.client.call(rpc, pb.ModelName(model_name=name), timeout_s=60.0)
+        reply, trailing = self.client.call(rpc, pb.ModelName(model_name=name), timeout_s=300.0)
         assert reply.as_status == 0, trailing
 
 

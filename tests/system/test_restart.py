@@ -30,6 +30,7 @@ def options(tmp_path: Path) -> FleetOptions:
         model_roots=(tmp_path,),
         worker_command=(sys.executable, SCRIPTED),
         drain_s=5.0,
+        start_timeout_s=300.0,
     )
 
 
@@ -91,7 +92,7 @@ def launched(directory: Path) -> Iterator[Launched]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         try:
             assert process.stdout is not None
-            assert select.select([process.stdout], [], [], 120)[0], "the fleet did not start"
+            assert select.select([process.stdout], [], [], 300)[0], "the fleet did not start"
             yield Launched(process, **json.loads(process.stdout.readline()))
         finally:
             process.communicate()  # closes its standard input, at which it ends
@@ -119,4 +120,4 @@ def test_unfinished_requests_continue_after_every_process_was_killed_at_once(tmp
             assert head + request.result(120) == expected_tokens(prompt, 300), uuid
             assert request.finish_reason == "length"
             request.release()
-        assert client.stat("m").running_request == 0
+        assert client.stat("m").running_request == 0, "it ends before its end is told"

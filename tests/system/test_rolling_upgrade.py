@@ -29,7 +29,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         worker_command=(sys.executable, SCRIPTED),
         worker_args=("--drain-s=0.2",),  # less than a request takes, so some are handed over
         drain_s=30.0,
-        start_timeout_s=120.0,
+        start_timeout_s=300.0,
     )
     with Fleet(options, report) as fleet:
         fleet.load_model("m", tmp_path / "m.json")
@@ -69,7 +69,7 @@ async def test_no_request_notices_that_every_process_is_replaced(fleet: Fleet) -
 async def test_requests_that_an_empty_fleet_accepted_run_when_a_worker_comes(fleet: Fleet) -> None:
     async with AsyncClient(fleet.addresses, retry_s=60.0) as client:
         for worker in fleet.workers:
-            worker.stop(20.0)
+            worker.stop(60.0)
         requests = [
             await client.submit("m", [i + 1, 3], GenerateOptions(max_new_tokens=20)) for i in range(3)
         ]

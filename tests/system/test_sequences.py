@@ -30,7 +30,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 
 @pytest.fixture(scope="module")
 def fleet(tiny: TinyModels) -> Iterator[Fleet]:
-    options = FleetOptions(workers=2, model_roots=(tiny.path(MODEL),))
+    options = FleetOptions(start_timeout_s=300.0, workers=2, model_roots=(tiny.path(MODEL),))
     with Fleet(options, report) as fleet:
         fleet.load_model(MODEL, tiny.path(MODEL), EXACT)
         yield fleet

@@ -113,7 +113,7 @@ class Model:
 @pytest.fixture
 def client(scripted_fleet: Fleet) -> Iterator[Client]:
     root = Path(scripted_fleet.options.model_roots[0])
-    (root / "slow.json").write_text('{"max_length": 512, "max_batch": 16, "step_s": 0.02}')
+    (root / "slow.json").write_text('{"max_length": 512, "max_batch": 16, "step_s": 0.1}')
     with Client(scripted_fleet.addresses[0]) as client:
         yield client
 
@@ -132,7 +132,7 @@ def states_of(fleet: Fleet) -> dict[str, str]:
         broker = BrokerClient(fleet.frontends)
         try:
             envelope = fleet_pb2.Envelope(get_fleet_status=fleet_pb2.GetFleetStatus())
-            status = (await broker.call(envelope, 5.0)).fleet_status
+            status = (await broker.call(envelope, 60.0)).fleet_status
         finally:
             await broker.close()
         return {m.name: m.state for m in status.models}

@@ -55,7 +55,9 @@ def fleet(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Ite
     (root / "m.json").write_text(json.dumps(own))
     (root / "slow.json").write_text(json.dumps(own | {"step_s": 0.02}))
     (root / "mute.json").write_text(json.dumps({"tokenizer": [str(root), str(bare)]}))
-    options = FleetOptions(workers=2, model_roots=(root,), worker_command=(sys.executable, SCRIPTED))
+    options = FleetOptions(
+        start_timeout_s=300.0, workers=2, model_roots=(root,), worker_command=(sys.executable, SCRIPTED)
+    )
     with Fleet(options, report) as fleet:
         for name in ("m", "slow", "mute"):
             fleet.load_model(name, root / f"{name}.json")
@@ -119,7 +121,7 @@ def test_a_killed_worker_keeps_the_text_exactly_once(
         expected = tokenizer.decode(expected_tokens(tokenizer.encode(prompt), 150))
         assert text + "".join(stream) == expected
         request.release()
-    fleet.workers[0].wait_ready(30.0)
+    fleet.workers[0].wait_ready(300.0)
 
 
 def start(client: Client, model: str, **inputs: pb.Tensor) -> tuple[int, str]:
@@ -195,7 +197,9 @@ def test_a_resend_is_the_same_request_and_ends_are_the_model_s(client: Client, t
 
 @pytest.fixture(scope="module")
 def real(smollm2: Path) -> Iterator[Client]:
-    options = FleetOptions(model_roots=(smollm2.parent,), worker_args=("--dtype=bf16",))
+    options = FleetOptions(
+        start_timeout_s=300.0, model_roots=(smollm2.parent,), worker_args=("--dtype=bf16",)
+    )
     with Fleet(options, report) as fleet:
         fleet.load_model("smollm2", smollm2, ModelOptions(max_length=256, max_batch=8))
         with Client(fleet.addresses) as client:

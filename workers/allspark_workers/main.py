@@ -38,11 +38,10 @@ from allspark_workers.reconcile import Reconciler, status_of
 from allspark_workers.requests import Requests
 from allspark_workers.settings import WorkerSettings
 from allspark_workers.texts import Texts
-from allspark_workers.watchdog import Watchdog
+from allspark_workers.watchdog import LOOK_S, Watchdog
 
 log = logging.getLogger(__name__)
 
-WATCHDOG_S = 1.0
 EXIT_STALLED, EXIT_CRASHED = 70, 71
 
 
@@ -243,7 +242,7 @@ class Worker:
     async def _watch(self) -> None:
         watchdog = Watchdog(self._reconciler.hosted, self._publisher.publications, self._settings.stall_s)
         while True:
-            await asyncio.sleep(WATCHDOG_S)
+            await asyncio.sleep(LOOK_S)
             if verdict := watchdog.verdict():
                 log.critical("%s; this worker exits", verdict)
                 os._exit(EXIT_STALLED)
