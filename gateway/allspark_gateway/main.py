@@ -55,7 +55,7 @@ class Gateway:
             keys=keys,
             sent_ms=self._arrivals.sent_ms,
         )
-        self._streams = Streams(self._store)
+        self._streams = Streams(self._store, reservation_ms=int(settings.redelivery_s * 1000))
         self._readers = Readers(self._wakeups, settings.gather_s)
         self._deliveries = Deliveries(self._streams)
         self._ledger = Ledger(self._store, Ttl())

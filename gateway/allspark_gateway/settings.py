@@ -29,6 +29,9 @@ class GatewaySettings(ProcessSettings):
     """How long BuildModel, StartModel, StopModel and the like wait for the workers."""
     status_deferral_s: Seconds = 2.0
     """How long after the end GenerateStatus may still answer Generating while a reader has unread tokens."""
+    redelivery_s: Seconds = 2.0
+    """How long tokens of an answer that is not known to have arrived are kept for it, in case its gateway
+    died; then the next Get gives them again. A caller that keeps its own cursor never waits for this."""
     gather_s: Annotated[float, Field(ge=0, allow_inf_nan=False), Metavar("SECONDS")] = 0.2
     """Longest time that tokens are gathered for one answer of Get while many streams are read; 0: each token
     at once. The first token and the end of a request never wait."""

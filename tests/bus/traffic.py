@@ -33,7 +33,8 @@ class Writer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        assert (await self._ledger.admit(entry(self.rid), b"d")).outcome == "new"
+        outcome = (await self._ledger.admit(entry(self.rid), b"d")).outcome
+        assert outcome in ("new", "same"), "the same if the answer was lost and it was sent again"
         self._task = asyncio.create_task(self._run())
 
     async def grown(self, by: int = 2) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from allspark.client import AsyncClient
+from allspark.client import AsyncClient, StatusError
 from allspark.launcher import FleetOptions, ManagedProcess
 from allspark_bus import keys
 from allspark_bus.store import Store
+from allspark_proto import allspark_service_pb2 as pb
 
 from tests.chaos.load import Load, Story
 from tests.chaos.network import CutFleet
@@ -112,13 +113,26 @@ def run(options: Options) -> Outcome:
                     log.write(f"{time.monotonic() - started:9.3f} {name} | {line}\n")
 
             with CutFleet(_fleet_options(options, served, valkey.url), report) as fleet:
-                fleet.load_model(MODEL, served.path, served.options)
+                load_model(fleet, served)
                 outcome = asyncio.run(_Run(options, fleet, valkey, workload).run(served.pace))
             if log is not None:
                 log.close()
             return outcome
         finally:
             valkey.kill()
+
+
+def load_model(fleet: CutFleet, served: ServedModel) -> None:
+    """Comes again while it is denied: a worker may just count as dead."""
+    until = time.monotonic() + READY_S
+    while True:
+        try:
+            fleet.load_model(MODEL, served.path, served.options)
+            return
+        except StatusError as e:
+            if e.status != pb.ALLSPARK_REQUEST_DENIED or time.monotonic() > until:
+                raise
+            time.sleep(max(0.1, e.retry_after_ms / 1000))  # as the denial asks
 
 
 def _fleet_options(options: Options, served: ServedModel, redis: str) -> FleetOptions:

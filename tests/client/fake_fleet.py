@@ -28,6 +28,7 @@ class FakeFleet:
     """State shared by all gateways, as Redis is.
 
     ``lose(n)``: the next n answers of Get are computed, move the server's cursor and never arrive.
+    ``frozen``: numbers of gateways whose Gets are never answered.
     ``has_metadata`` False: a server that knows neither cursor nor finish reason.
     """
 
@@ -41,6 +42,7 @@ class FakeFleet:
         self.next_script: Callable[[], Script] = lambda: Script([1, 2, 3, 4, 5, 6, 7])
         self.refusal: tuple[int, str] | None = None
         self.failures: dict[str, list[grpc.StatusCode]] = {}
+        self.frozen: set[int] = set()
         self.lock = threading.Lock()
         self._cursors: dict[str, int] = {}
         self._lost = 0
@@ -92,6 +94,8 @@ class _Gateway(AllSparkServicer):
         with self._fleet.lock:
             self._fleet.calls.append((self._index, name))
             code = self._fleet.failures[name].pop(0) if self._fleet.failures.get(name) else None
+            if name == "Get" and self._index in self._fleet.frozen:
+                code = grpc.StatusCode.DEADLINE_EXCEEDED
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:  # answer too late: wait until the client has given up
             deadline = time.monotonic() + WAIT_S
             while context.is_active() and time.monotonic() < deadline:

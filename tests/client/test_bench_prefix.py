@@ -60,7 +60,7 @@ def test_hit_rates_through_a_fleet(tmp_path: Path) -> None:
         *("--prefix-tokens=200", "--hit-rate=0", "--hit-rate=60", "--repeat=2", f"--plot={plot}"),
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["cached_tokens"] for row in rows] == [0, 128]

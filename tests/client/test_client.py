@@ -117,11 +117,12 @@ def test_frozen_gateway_is_left_behind(
 ) -> None:
     for module in ("sync", "aio"):
         monkeypatch.setattr(f"allspark.client.{module}.GET_WAIT_S", 0.2)
-    fleet.failures["Get"] = [grpc.StatusCode.DEADLINE_EXCEEDED]
+    fleet.frozen = {0}
     chunks, _ = driver.collect(fleet.addresses)
 
     assert sum(map(len, chunks)) == 7
-    assert [index for index, name in fleet.calls if name == "Get"][:2] == [0, 1]
+    assert fleet.calls[0] == (0, "StartRequest")
+    assert [index for index, name in fleet.calls if name == "Get"][-1] == 1
 
 
 def test_no_gateway_at_all(driver: Driver) -> None:

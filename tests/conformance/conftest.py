@@ -56,6 +56,8 @@ def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
         model_roots=(root,),
         worker_args=("--kv-memory=24MiB", "--profile"),
         drain_s=5.0,
+        # Neither a token again nor an end too early, though a gateway is not let run for a while.
+        gateway_args=("--redelivery-s=60", "--status-deferral-s=60"),
         start_timeout_s=300.0,
     )
     with Fleet(options, lambda name, line: print(f"{name} | {line}")) as fleet:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import time
 import uuid as uuid_lib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -147,7 +148,13 @@ class Server:
 
     def submit(self, message: pb.StartRequestRequest, *, at: str = "") -> "Request":
         """Starts a request that must be accepted."""
-        answer, trailing = self.ask("StartRequest", message, at=at)
+        limit_s = time.monotonic() + TIMEOUT_S
+        while True:
+            answer, trailing = self.ask("StartRequest", message, at=at)
+            if answer.as_status != DENIED or time.monotonic() > limit_s:
+                break
+            # A denial is an answer to who comes too early: with a hint when to come again.
+            time.sleep(max(100, int(trailing.get("allspark-retry-after-ms", 0))) / 1000)
         assert answer.as_status == OK, trailing
         return Request(self, message.model_name, answer.uuid, at)
 

@@ -106,6 +106,14 @@ class MiniFleet:
         return name
 
     async def call(self, timeout_s: float = LIMIT_S, tenant: str = "", **call: Any) -> fleet.Reply:
+        """Sends a call again while the store is out of reach, as the protocol asks clients to."""
+        async with asyncio.timeout(timeout_s):
+            while (reply := await self.once(timeout_s, tenant, **call)).unavailable:
+                await asyncio.sleep(reply.retry_after_ms / 1000)
+        return reply
+
+    async def once(self, timeout_s: float = LIMIT_S, tenant: str = "", **call: Any) -> fleet.Reply:
+        """The first answer to a call."""
         return await self.client.call(fleet.Envelope(tenant=tenant, **call), timeout_s)
 
     async def accepted_with_deadline(

@@ -11,7 +11,7 @@ from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import records
 
 from tests.conftest import ValkeyProcess
-from tests.fleet.harness import MiniFleet
+from tests.fleet.harness import MiniFleet, request
 from tests.fleet.scripted_engine import expected_tokens
 
 
@@ -95,7 +95,7 @@ async def test_a_submit_while_the_store_is_away_is_refused_with_the_reason(
     fleet_.start_worker()
     await fleet_.build_and_start()
     valkey.kill()
-    reply = await fleet_.submit("u", [1], 5)
+    reply = await fleet_.once(start_request=request("u", [1], 5))
     assert reply.as_status == FleetError.status
     assert "Redis is unreachable" in reply.reason
     valkey.start()

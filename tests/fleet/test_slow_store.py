@@ -13,7 +13,7 @@ from allspark_bus.store import Store
 from allspark_proto import fleet_pb2 as fleet
 
 from tests.conftest import ValkeyProcess
-from tests.fleet.harness import WORKER_TIMEOUT_S, MiniFleet, polled
+from tests.fleet.harness import WORKER_TIMEOUT_S, MiniFleet, polled, request
 from tests.fleet.scripted_engine import expected_tokens
 
 PROMPTS = {f"u{i}": [i + 1, 5] for i in range(4)}
@@ -48,7 +48,7 @@ async def test_requests_continue_on_their_workers_and_calls_are_answered_in_time
         return status.workers[0].store_silent_s > WORKER_TIMEOUT_S
 
     try:
-        reply = await fleet_.submit("late", [3], 5)
+        reply = await fleet_.once(start_request=request("late", [3], 5))
         await polled(has_lasted)
     finally:
         valkey.process.send_signal(signal.SIGCONT)

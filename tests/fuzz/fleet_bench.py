@@ -37,8 +37,14 @@ class Bench(NamedTuple):
         self.runner.run(asyncio.wait_for(work, PATIENCE_S * max(1.0, SCALE)))
 
     async def start(self, uuid: str, prompt: list[int], new: int, model: str = "m") -> None:
-        call = self.stub.StartRequest(request(uuid, prompt, new, model), timeout=60)
-        assert (await call).as_status == pb.ALLSPARK_SUCCESS, (uuid, await call.trailing_metadata())
+        """With a uuid that was just released it may be too early."""
+        while True:
+            call = self.stub.StartRequest(request(uuid, prompt, new, model), timeout=60)
+            status = (await call).as_status
+            if status != pb.ALLSPARK_REQUEST_DENIED:
+                break
+            await asyncio.sleep(0.1)  # as the denial asks
+        assert status == pb.ALLSPARK_SUCCESS, (uuid, await call.trailing_metadata())
 
     async def tokens(self, uuid: str) -> list[int]:
         """Everything that Get gives until it gives nothing."""
@@ -90,7 +96,8 @@ async def _open(runner: asyncio.Runner, redis: str, directory: Path) -> Bench:
     fleet.start_worker()
     await fleet.build_and_start()
     addresses = ("127.0.0.1:0", f"unix:{directory}/gateway.sock")  # the second is a tenant of its own
-    gateway = Gateway(GatewaySettings(grpc=addresses, broker=(fleet.frontend,), redis=redis))
+    patient = {"call_timeout_s": 30, "redelivery_s": 30}
+    gateway = Gateway(GatewaySettings(grpc=addresses, broker=(fleet.frontend,), redis=redis, **patient))
     await gateway.open()
     channel = grpc.aio.insecure_channel(gateway.listeners[0].bound)
     return Bench(runner, fleet, gateway, channel, AllSparkStub(channel), itertools.count())

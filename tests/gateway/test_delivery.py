@@ -99,8 +99,9 @@ async def test_gets_parked_at_two_gateways_share_the_tokens(gateways: Gateways, 
 
 
 async def test_tokens_of_an_answer_that_a_gateway_took_to_its_grave_come_from_another(
-    client: Client, producer: Producer
+    gateways: Gateways, producer: Producer
 ) -> None:
+    client = gateways.client(await gateways.open(redelivery_s=5))  # enough to ask meanwhile
     await producer.admit("u")
     await producer.add("u", 0, 10, 11)
     dead = Streams(producer.store)  # what a gateway does before it is killed: it takes and never settles

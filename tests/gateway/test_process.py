@@ -171,7 +171,7 @@ async def test_a_frozen_gateway_that_took_tokens_loses_none(
 ) -> None:
     """The tokens are appended while the gateway is stopped, and it is killed as it wakes: it may die before,
     between and after its take."""
-    heir = gateways.client(await gateways.open())
+    heir = gateways.client(await gateways.open(redelivery_s=1))
     await producer.admit("u")
     gateway = await processes()
     client = gateways.client_at(gateway.addresses[0])

@@ -88,9 +88,9 @@ async def test_a_document_that_compiles_for_ever_or_takes_all_memory_dies_in_a_c
 
 
 async def test_cpu_time_is_bounded() -> None:
-    trials = Trials(cpu_s=0.01, memory_bytes=4 << 30)
+    trials = Trials(cpu_s=0.2, memory_bytes=4 << 30)
     try:
-        with pytest.raises(GuideError, match=r"more than 0\.01 s of CPU time"):
+        with pytest.raises(GuideError, match=r"more than 0\.2 s of CPU time"):
             await trials.check(Document("json_schema", '{"type":"integer","multipleOf":9999991}'))
         await trials.check(Document("regex", "a"))
     finally:

@@ -50,6 +50,7 @@ def scripted_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         model_roots=(root,),
         worker_command=(sys.executable, SCRIPTED),
         broker_args=("--drain-s=60",),
+        gateway_args=("--redelivery-s=60", "--status-deferral-s=60"),  # it may not be let run for a while
         start_timeout_s=START_TIMEOUT_S,
     )
     with Fleet(options, report) as fleet:
