@@ -107,7 +107,7 @@ def valkey() -> Iterator[ValkeyProcess]:
 
 @pytest.fixture
 async def store(valkey: ValkeyProcess) -> AsyncIterator["Store"]:
-    s = Store(valkey.url)
+    s = Store(valkey.url, patience_s=120)
     yield s
     await asyncio.wait_for(s.close(), 60)
 

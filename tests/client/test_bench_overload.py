@@ -1,4 +1,4 @@
-"""``allspark bench overload``: its figures from known samples, and a fleet under ten times its load."""
+"""``allspark bench overload``: its figures from known samples, and a fleet under many times its load."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from allspark_proto import allspark_service_pb2 as pb
 
 SCRIPTED = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")
 OVERLOAD = Overload(
-    model="m", times=10, seconds=1, deadline_s=1, prompt_tokens=8, new_tokens=8, seed=1, processes=2,
+    model="m", times=30, seconds=1, deadline_s=60, prompt_tokens=8, new_tokens=8, seed=1, processes=2,
     burst=30, calm_s=0.5,
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_what_is_accepted_and_does_not_end_is_lost() -> None:
     assert resident_mib(2**31 - 1) == 0
 
 
-def test_ten_times_the_load_of_a_fleet(tmp_path: Path) -> None:
+def test_many_times_the_load_of_a_fleet(tmp_path: Path) -> None:
     """All are answered, who is denied knows when to come back, what is accepted ends, memory is bounded."""
     model = tmp_path / "m.json"
     model.write_text(json.dumps({"max_batch": 4, "step_s": 0.02}))
