@@ -127,6 +127,9 @@ class MiniFleet:
             if not reply.as_status:
                 return started
             assert reply.as_status == pb.ALLSPARK_REQUEST_DENIED and deadline_ms < 1000 * LIMIT_S, reply
+            if "not known yet" in reply.reason:  # how fast the model is: a heartbeat tells
+                await asyncio.sleep(0.05)
+                continue
             deadline_ms *= 4
             started.config.uuid = f"{uuid}-{deadline_ms}"
 

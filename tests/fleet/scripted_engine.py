@@ -59,6 +59,11 @@ class _Running:
             request.prompt.tolist(), total, seed=request.params.seed, lora=request.lora_name
         )
 
+    def is_over(self) -> bool:
+        """Whether it ends without another token."""
+        deadline_s = self.request.deadline_s
+        return self.cancelled or (deadline_s is not None and time.monotonic() >= deadline_s)
+
 
 class ScriptedEngine:
     """One token a step for up to max_batch requests."""
@@ -155,8 +160,8 @@ class ScriptedEngine:
         batch = runnable[: self.facts.max_batch]
         if (gate := self.options.get("gate")) and not Path(gate).exists():
             limit = self.options.get("gate_at", 0)
-            cancelled = [r for r in runnable if r.cancelled]
-            batch = cancelled + [r for r in batch if not r.cancelled and len(r.generated) < limit]
+            over = [r for r in runnable if r.is_over()]
+            batch = over + [r for r in batch if not r.is_over() and len(r.generated) < limit]
         return batch[: self.facts.max_batch]
 
     def has_work(self) -> bool:

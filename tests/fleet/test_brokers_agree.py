@@ -10,7 +10,7 @@ from allspark_bus.broker_client import BrokerClient
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
-from tests.fleet.harness import BROKER, MiniFleet, Process, request
+from tests.fleet.harness import BROKER, LIMIT_S, MiniFleet, Process, polled, request
 
 OK, PARAM, INVALID, DENIED = 0, 2, 8, 12
 ROUNDS = 4  # a copy of the catalogue that happens to be read just in time hides an old one
@@ -24,7 +24,8 @@ class TwoBrokers:
         self.fleet.write_model()
         self._second = Process(
             sys.executable, "-c", BROKER, f"--redis={redis}", "--frontend=tcp://127.0.0.1:0",
-            "--backend=tcp://127.0.0.1:0", "--heartbeat-s=0.1", "--drain-s=5",
+            "--backend=tcp://127.0.0.1:0", "--heartbeat-s=0.1", "--worker-timeout-s=8",
+            "--ack-timeout-s=8", "--drain-s=5",
         )  # fmt: skip
         self.fleet.start_worker(f"--broker={self._second.addresses['backend']}")
         self._there = BrokerClient([self._second.addresses["frontend"]])
@@ -39,7 +40,7 @@ class TwoBrokers:
 
     async def there(self, **call: object) -> fleet.Reply:
         """The other broker's answer."""
-        return await self._there.call(fleet.Envelope(**call), 20.0)  # type: ignore[arg-type]
+        return await self._there.call(fleet.Envelope(**call), LIMIT_S)  # type: ignore[arg-type]
 
     async def submit_there(self) -> tuple[int, str]:
         """Status and uuid of a request that the other broker is asked to take."""
@@ -52,6 +53,10 @@ class TwoBrokers:
         ranks = (await self.there(get_rank_nums=pb.Empty())).rank_nums.rank_id
         about = await self.there(get_model_information=pb.ModelName(model_name="m"))
         return int(ranks), bool(about.model_information.model_info)
+
+    async def all_have_ended(self) -> bool:
+        """Whether no request of the model is open."""
+        return await self.fleet.ledger.num_open("m") == 0
 
     async def close(self) -> None:
         await self._there.close()
@@ -82,7 +87,7 @@ async def test_a_model_that_one_broker_changed_takes_no_request_at_the_other(two
         assert (await two.fleet.streams.view(f"default/{refused}")).outcome != "ok", "it was never accepted"
         assert await two.here("release") == OK
         assert (await two.submit_there())[0] == PARAM, "released"
-        assert await two.fleet.ledger.num_open("m") == 0
+        await polled(two.all_have_ended)  # the index follows
         await two.there(shutdown_service=pb.Empty())
     left = {key.decode() for key in await two.fleet.store.command("KEYS", "as:open:*")}
     assert keys.open_requests("m") not in left

@@ -171,10 +171,16 @@ async def test_redis_holds_nothing_after_release(fleet_: MiniFleet) -> None:
 
 
 async def test_a_deadline_ends_queued_and_running_requests(fleet_: MiniFleet) -> None:
-    fleet_.write_model(step_s=0.02, max_batch=1, max_length=8192)
+    """One after its first token, those in the worker's queue, and those in the broker's."""
+    gate = fleet_.directory / "goes-on"
+    gate.touch()
+    fleet_.write_model(step_s=0.005, max_batch=1, gate=str(gate), gate_at=1)
     fleet_.start_worker()
     await fleet_.build_and_start()
-    accepted = [await fleet_.accepted_with_deadline(request(uuid, [1], 8000)) for uuid in "abcdefg"]
+    await fleet_.submit("measured", [1], 20)  # how fast the model is decides what is accepted
+    await fleet_.result("measured")
+    gate.unlink()
+    accepted = [await fleet_.accepted_with_deadline(request(uuid, [1], 2)) for uuid in "abcdefg"]
     for uuid in [r.config.uuid for r in accepted]:
         batch = await fleet_.result(uuid)
         assert (batch.status, batch.reason) == (pb.GenerateInterrupted, "deadline"), uuid
