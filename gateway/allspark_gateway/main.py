@@ -32,6 +32,7 @@ from allspark_gateway.settings import GatewaySettings
 from allspark_gateway.store_doubt import StoreDoubt
 from allspark_gateway.sync import Sync
 from allspark_gateway.tokens import TokenFileError, Tokens
+from allspark_gateway.unsent import Unsent
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Gateway:
         self._streams = Streams(self._store, reservation_ms=int(settings.redelivery_s * 1000))
         self._readers = Readers(self._wakeups, settings.gather_s)
         self._deliveries = Deliveries(self._streams)
+        self._unsent = Unsent()
         self._ledger = Ledger(self._store, Ttl())
         self._denials = Denials()
         self._in_flight = InFlight()
@@ -101,7 +103,9 @@ class Gateway:
         calls = FleetCalls(
             self._broker, self._ledger, self._denials, self._settings, tenant, may_shutdown=may_shutdown
         )
-        results = Results(self._streams, self._readers, self._deliveries, self._settings, tenant, self._doubt)
+        results = Results(
+            self._streams, self._readers, self._deliveries, self._unsent, self._settings, tenant, self._doubt
+        )
         sync = Sync(self._streams, self._readers, self._ledger, results, tenant)
         return Service(calls, results, sync, self._in_flight)
 

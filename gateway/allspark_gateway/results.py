@@ -1,7 +1,10 @@
 """GenerateStatus, GeneratedLength, Get and GetNoWait: views on the request's stream (spec 3)."""
 
 import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any, cast
 
 from allspark_bus import keys
 from allspark_bus.streams import Batch, Streams
@@ -14,6 +17,7 @@ from allspark_gateway.deliveries import Deliveries, Delivery
 from allspark_gateway.readers import Reader, Readers
 from allspark_gateway.settings import GatewaySettings
 from allspark_gateway.store_doubt import StoreDoubt
+from allspark_gateway.unsent import NoRoom, Unsent
 
 #: A Get that has waited takes no tokens when its caller's deadline is this near: the answer could be late,
 #: and a caller without its own cursor would never see them.
@@ -31,6 +35,7 @@ class Results:
         streams: Streams,
         readers: Readers,
         deliveries: Deliveries,
+        unsent: Unsent,
         settings: GatewaySettings,
         tenant: str,
         doubt: StoreDoubt,
@@ -39,6 +44,7 @@ class Results:
         self._streams = streams
         self._readers = readers
         self._deliveries = deliveries
+        self._unsent = unsent
         self._tenant = tenant
         self._deferral_ms = int(settings.status_deferral_s * 1000)
         self._max_uuid_bytes = settings.max_uuid_bytes
@@ -66,7 +72,7 @@ class Results:
         batch: Batch | None = None
         call = self._deliveries.new_call()
         try:
-            batch = await self._take_next(reader, call, context)
+            batch = await self._when_room(context, partial(self._take_next, reader, call, context))
         except asyncio.CancelledError:
             self._deliveries.lost(reader, call)
             raise
@@ -80,7 +86,8 @@ class Results:
         batch: Batch | None = None
         call = self._deliveries.new_call()
         try:
-            batch = await self._deliveries.take(reader, call)
+            take = partial(self._deliveries.take, reader, call)
+            batch = await self._when_room(context, partial(self._look, reader.rid, context, take))
         except asyncio.CancelledError:
             self._deliveries.lost(reader, call)
             raise
@@ -97,25 +104,48 @@ class Results:
         reader = self._readers.enter(rid)
         batch: Batch | None = None
         try:
+            look = partial(self._look, rid, context, partial(self._streams.read, rid, cursor))
             async with self._doubt.limited():
-                look = partial(self._streams.read, rid, cursor)
-                batch = await self._readers.next_batch(reader, look, cursor)
+                batch = await self._when_room(
+                    context, partial(self._readers.next_batch, reader, look, cursor)
+                )
         finally:
             self._readers.exit(reader, is_over=_is_over(batch))
-        return _elements(request.uuid, batch, context, ((metadata.CURSOR, str(batch.end)),))
+        return self._elements(request.uuid, batch, context, ((metadata.CURSOR, str(batch.end)),))
 
     async def get_no_wait_from(self, request: pb.UUID, context: Context) -> pb.GeneratedElements:
         """GetNoWait for a caller that keeps its own cursor."""
         cursor = _cursor_of(context)
+        rid = self.request_id(request.uuid)
+        read = partial(self._streams.read, rid, cursor)
         async with self._doubt.limited():
-            batch = await self._streams.read(self.request_id(request.uuid), cursor)
-        return _elements(request.uuid, batch, context, ((metadata.CURSOR, str(batch.end)),))
+            batch = await self._when_room(context, partial(self._look, rid, context, read))
+        return self._elements(request.uuid, batch, context, ((metadata.CURSOR, str(batch.end)),))
 
     def request_id(self, uuid: str) -> str:
         """The fleet-wide id; raises Gone for a uuid so long that it was never accepted."""
         if len(uuid.encode()) > self._max_uuid_bytes:
             raise Gone(f"{uuid[:32]}... ({len(uuid.encode())} bytes)", "unknown")
         return keys.request_id(self._tenant, uuid)
+
+    async def _look(self, rid: str, context: Context, look: Callable[[], Awaitable[Batch]]) -> Batch:
+        return await self._unsent.look(context.peer(), rid, look)
+
+    async def _when_room(self, context: Context, read: Callable[[], Awaitable[Batch]]) -> Batch:
+        """`read`, again and again, until there is room for what it finds. Nobody else waits for that."""
+        while True:
+            await self._unsent.room(context.peer())
+            with contextlib.suppress(NoRoom):
+                return await read()
+
+    def _elements(
+        self, uuid: str, batch: Batch, context: Context, trailing: Pairs = ()
+    ) -> pb.GeneratedElements:
+        """The answer, which counts as unsent until its call is over."""
+        elements = _elements(uuid, batch, context, trailing)
+        gone = self._unsent.count(context.peer(), elements.ByteSize())
+        context.add_done_callback(cast("Any", lambda _: gone()))
+        return elements
 
     async def _take_next(self, reader: Reader, call: str, context: Context) -> Batch:
         has_waited = False
@@ -125,7 +155,8 @@ class Results:
             if has_waited:
                 await _unless_deadline_is_near(context)
             has_waited = True
-            return await self._deliveries.take(reader, call)
+            take = partial(self._deliveries.take, reader, call)
+            return await self._look(reader.rid, context, take)
 
         async with reader.turn:
             return await self._readers.next_batch(reader, look, None)
@@ -133,7 +164,7 @@ class Results:
     def _deliver(
         self, uuid: str, reader: Reader, call: str, batch: Batch, context: Context
     ) -> pb.GeneratedElements | Delivery:
-        response = _elements(uuid, batch, context)
+        response = self._elements(uuid, batch, context)
         return Delivery(response, self._deliveries, reader, call) if batch.end > batch.start else response
 
 
