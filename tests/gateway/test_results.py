@@ -7,6 +7,7 @@ import grpc.aio
 import pytest
 from allspark_bus.ledger import Append, Ending, Ttl
 from allspark_bus.store import Store
+from allspark_gateway.main import Gateway
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import metadata
 
@@ -162,11 +163,12 @@ async def test_a_get_that_waited_takes_nothing_at_the_brink_of_its_deadline(
     assert await client.get(U) == [10], "what is there already is answered at once"
 
 
-async def test_a_cancelled_get_takes_nothing(client: Client, producer: Producer) -> None:
+async def test_a_cancelled_get_takes_nothing(gateway: Gateway, client: Client, producer: Producer) -> None:
     await producer.admit(U)
     waiting = client.stub.Get(UUID)
     await producer.until_parked(U)
     waiting.cancel()
+    assert await gateway._in_flight.is_idle_within(20), "the gateway has heard of it"
     await producer.add(U, 0, 10)
     assert await client.get(U) == [10]
 
