@@ -56,8 +56,7 @@ def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
         model_roots=(root,),
         worker_args=("--kv-memory=24MiB", "--profile"),
         drain_s=5.0,
-        # Neither a token again nor an end too early, though a gateway is not let run for a while.
-        gateway_args=("--redelivery-s=60", "--status-deferral-s=60"),
+        gateway_args=("--redelivery-s=60",),  # no token twice, though a gateway does not run for a while
         start_timeout_s=300.0,
     )
     with Fleet(options, lambda name, line: print(f"{name} | {line}")) as fleet:

@@ -138,7 +138,7 @@ def GetNoWait_never_waits(s: Server) -> None:
         last = s.start(PROMPT, model=name)
         began = time.monotonic()
         element = last.get_no_wait()
-        assert time.monotonic() - began < 10, "what it would wait for takes longer"
+        assert time.monotonic() - began < 30, "what it would wait for takes longer"
         assert (list(element.ids_from_generate), element.empty) == ([], 0)
         assert [r.release() for r in ahead] == [OK] * 12
         assert last.sync() == OK
