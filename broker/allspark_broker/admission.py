@@ -4,7 +4,7 @@ import hashlib
 import math
 
 import numpy as np
-from allspark_bus import response_format, tensors
+from allspark_bus import response_format, tensors, text_inputs
 from allspark_bus.errors import CacheMemoryOut, LimitError, ParamError
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
@@ -15,8 +15,6 @@ from allspark_broker import variants
 MAX_WORDS = 1024
 MAX_WORD_TOKENS = 1024
 MAX_ADAPTER_NAME_BYTES = 512
-#: A prompt leaves room for two tokens, as upstream requires.
-PROMPT_HEADROOM = 2
 
 
 def digest(request: pb.StartRequestRequest) -> bytes:
@@ -75,11 +73,7 @@ def _check_lengths(num_prompt: int, max_length: int, facts: fleet.ModelFacts) ->
     limit = facts.max_length
     if num_prompt == 0:
         raise LimitError("the prompt is empty")
-    if num_prompt > limit - PROMPT_HEADROOM:
-        raise LimitError(
-            f"the prompt has {num_prompt} tokens, the limit is {limit - PROMPT_HEADROOM} "
-            f"(engine_max_length {limit} less {PROMPT_HEADROOM})"
-        )
+    text_inputs.check_length(num_prompt, limit)
     if max_length < 0:
         raise ParamError(f"max_length is {max_length}; it must not be negative")
     if max_length > limit:

@@ -19,6 +19,8 @@ MAX_NEW_TOKENS: Final = "max_new_tokens"
 NAMES: Final = frozenset({TEXT, MESSAGES, MAX_NEW_TOKENS})
 #: No vocabulary has tokens this long on average, so longer text cannot fit and is not even read.
 MAX_BYTES_PER_TOKEN: Final = 64
+#: A prompt leaves room for two tokens, as upstream requires.
+PROMPT_HEADROOM: Final = 2
 _INT32_MAX = 2**31 - 1
 
 
@@ -27,6 +29,16 @@ class TextPrompt(NamedTuple):
 
     kind: str
     text: str
+
+
+def check_length(num_prompt: int, max_length: int) -> None:
+    """Raises LimitError for a prompt of more tokens than a model of this length takes."""
+    limit = max_length - PROMPT_HEADROOM
+    if num_prompt > limit:
+        raise LimitError(
+            f"the prompt has {num_prompt} tokens, the limit is {limit} "
+            f"(engine_max_length {max_length} less {PROMPT_HEADROOM})"
+        )
 
 
 def is_text(request: pb.StartRequestRequest) -> bool:

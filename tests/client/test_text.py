@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 from allspark import demo_model
+from allspark.cli import generate
+from allspark.cli.errors import CommandError
+from allspark.text import encode_chat
 from allspark_workers.text import TextError, TextStream, Tokenizer, load_tokenizer
 from allspark_workers.text.chat import render_chat
 from allspark_workers.text.gguf_header import read_header
@@ -317,6 +320,25 @@ def test_template_can_refuse() -> None:
 def test_template_cannot_leave_the_sandbox(template: str) -> None:
     with pytest.raises(TextError, match="cannot be applied"):
         render_chat(template, QUESTION, {})
+
+
+def test_generate_gives_a_template_as_little_as_workers_do(tmp_path: Path) -> None:
+    """300 MB would be there in the process itself; its own template came from somewhere, too."""
+    template = "{% set x = 'a' * 300000000 %}{{ messages[0].content }}"
+    hf_directory(tmp_path, {"chat_template": template}, {"eos_token_id": 5})
+    command = ["Hi", "--chat", "--model=m", f"--tokenizer={tmp_path}", "--grpc=127.0.0.1:9"]
+    with pytest.raises(CommandError, match="chat template cannot be applied: MemoryError"):
+        generate.run(command)
+
+
+def test_a_chat_has_the_ids_of_the_tokenizer_itself(tmp_path: Path) -> None:
+    raw = hf_directory(tmp_path, {"chat_template": "{{ messages[0].content }}"}, {"eos_token_id": 5})
+    tokenizer = load_tokenizer(tmp_path)
+    assert (
+        encode_chat(tokenizer, QUESTION)
+        == tokenizer.encode_chat(QUESTION)
+        == raw.encode(QUESTION[0]["content"]).ids
+    )
 
 
 def test_template_filters_do_not_escape_for_html() -> None:

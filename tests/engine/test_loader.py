@@ -97,6 +97,9 @@ def test_ends_of_turn_come_from_the_generation_configuration(copy: Callable[...,
     directory = copy()
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
     assert read_architecture(directory).eos_token_ids == (2, 9)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(1025))}))
+    with pytest.raises(ModelIOError, match="1025 ids in eos_token_id, the limit is 1024"):
+        read_architecture(directory)
     (directory / "generation_config.json").unlink()
     assert read_architecture(directory).eos_token_ids == (2,)
 

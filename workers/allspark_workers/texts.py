@@ -4,13 +4,13 @@ import asyncio
 import functools
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
 from allspark_bus import text_inputs
-from allspark_bus.errors import LimitError, ParamError
+from allspark_bus.errors import ParamError
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 
@@ -21,6 +21,8 @@ from allspark_workers.text.chats import Chats
 MAX_TOKENIZERS: Final = 8
 NUM_THREADS: Final = 2
 MAX_MESSAGES: Final = 4096
+#: Characters of a text that takes a good part of a second: such texts wait for each other only.
+LONG_TEXT: Final = 128 << 10
 
 
 class TextPieces:
@@ -54,6 +56,7 @@ class Texts:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, "text")
+        self._long_pool = ThreadPoolExecutor(1, "long-text")
         self._chats = Chats()
         self._tokenizers: OrderedDict[tuple[str, tuple[str, ...]], asyncio.Future[Tokenizer]] = OrderedDict()
 
@@ -68,13 +71,12 @@ class Texts:
                 messages = await self._run(read_messages, call.messages)
                 max_chars = facts.max_length * text_inputs.MAX_BYTES_PER_TOKEN
                 text = await self._chats.render(tokenizer, messages, max_chars)
-                ids = await self._run(tokenizer.encode_piece, text)
+                ids = await self._encode(tokenizer.encode_piece, text)
             else:
-                ids = await self._run(tokenizer.encode, call.text)
+                ids = await self._encode(tokenizer.encode, call.text)
         except TextError as e:
             raise ParamError(f"model {call.model_name!r}: {e}") from e
-        if len(ids) > facts.max_length:
-            raise LimitError(f"the text has {len(ids)} tokens, over engine_max_length {facts.max_length}")
+        text_inputs.check_length(len(ids), facts.max_length)
         eos_ids = tokenizer.eos_ids or facts.eos_token_ids
         return fleet.Tokens(ids=np.asarray(ids, "<i8").tobytes(), eos_ids=eos_ids)
 
@@ -92,7 +94,8 @@ class Texts:
     async def close(self) -> None:
         """Ends threads and children."""
         await self._chats.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def _tokenizer(self, facts: ModelFacts) -> Tokenizer:
         key = (facts.digest, facts.tokenizer_paths)
@@ -115,6 +118,10 @@ class Texts:
                 "send input_ids"
             )
         return tokenizer
+
+    async def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        pool = self._long_pool if len(text) > LONG_TEXT else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, encode, text)
 
     async def _run(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(

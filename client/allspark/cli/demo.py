@@ -15,7 +15,7 @@ from allspark.cli.models import resolve
 from allspark.cli.settings import DemoSettings
 from allspark.client import AllSparkError, Client, GenerateOptions, ModelOptions
 from allspark.launcher import Fleet, LaunchError
-from allspark.text import TextError, load_tokenizer
+from allspark.text import TextError, encode_chat, load_tokenizer
 
 
 def run(argv: Sequence[str]) -> int:
@@ -42,7 +42,7 @@ def _ask(fleet: Fleet, settings: DemoSettings) -> None:
     command = ["allspark", "generate", "--chat", settings.question, f"--grpc={fleet.addresses[0]}"]
     err.print(f"\n$ {shlex.join(command)}", style="bold", markup=False, soft_wrap=True)
     tokenizer = load_tokenizer(demo_model.fetch())
-    prompt = tokenizer.encode_chat([{"role": "user", "content": settings.question}])
+    prompt = encode_chat(tokenizer, [{"role": "user", "content": settings.question}])
     options = GenerateOptions(max_new_tokens=settings.max_new_tokens, eos_token_id=tokenizer.eos_ids[0])
     with Client(fleet.addresses) as client:
         stream_answer(client, demo_model.NAME, prompt, options, tokenizer, has_stats=True)

@@ -13,7 +13,7 @@ from allspark.cli.errors import CommandError
 from allspark.cli.models import resolve
 from allspark.cli.settings import GenerateSettings, SamplingSettings
 from allspark.client import AllSparkError, Client, GenerateOptions, RequestInterrupted
-from allspark.text import TextError, Tokenizer, load_tokenizer
+from allspark.text import TextError, Tokenizer, encode_chat, load_tokenizer
 
 
 def run(argv: Sequence[str]) -> int:
@@ -110,7 +110,7 @@ def _encode(tokenizer: Tokenizer, settings: GenerateSettings) -> list[int]:
     if not settings.chat:
         return tokenizer.encode(prompt)
     system = [{"role": "system", "content": settings.system}] if settings.system else []
-    return tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])
+    return encode_chat(tokenizer, [*system, {"role": "user", "content": prompt}])
 
 
 def _write(text: str) -> str:

@@ -23,6 +23,7 @@ _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_py
 # Early configurations of Phi-3 call longrope by the names of its predecessors.
 _PHI3_ROPE = {"su": "longrope", "yarn": "longrope"}
 _MAX_BYTES = 16 << 20
+_MAX_EOS_IDS = 1024
 
 
 def read_architecture(directory: Path) -> Architecture:
@@ -237,7 +238,10 @@ def _eos_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     value = generation.get("eos_token_id", config.get("eos_token_id"))
     if value is None:
         return ()
-    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
+    ids = tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
+    if len(ids) > _MAX_EOS_IDS:  # every heartbeat of a worker has them
+        raise ModelIOError(f"{directory} names {len(ids)} ids in eos_token_id, the limit is {_MAX_EOS_IDS}")
+    return ids
 
 
 def _read_json(path: Path) -> dict[str, Any]:

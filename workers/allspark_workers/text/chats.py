@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -12,6 +13,8 @@ from allspark_workers.text.tokenizer import Tokenizer
 #: For one conversation; the templates of real models take milliseconds and a few MiB for the longest.
 CPU_S: Final = 2.0
 MAX_BYTES: Final = 256 << 20
+#: Of a prompt whose model is not known: more than any can read.
+MAX_CHARS: Final = 64 << 20
 
 
 class Chats:
@@ -46,3 +49,19 @@ class Chats:
     async def close(self) -> None:
         """Ends the children."""
         await self._children.close()
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """As ``Tokenizer.encode_chat``, for a template from anywhere; not to be called from an event loop.
+
+    Raises ``TextError`` as well for one that takes too long or too much.
+    """
+
+    async def render() -> str:
+        chats = Chats()
+        try:
+            return await chats.render(tokenizer, messages, MAX_CHARS)
+        finally:
+            await chats.close()
+
+    return tokenizer.encode_piece(asyncio.run(render()))
