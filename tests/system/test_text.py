@@ -152,7 +152,7 @@ REFUSED = [
     ({"text": string(b"ab", (2,))}, PARAM, "its shape is [1]"),
     ({"text": number(5)}, PARAM, "must be a STRING"),
     ({"text": string(b"")}, LIMIT, "the prompt is empty"),
-    ({"text": string("日本語".encode() * 100)}, LIMIT, "900 tokens, over engine_max_length 512"),
+    ({"text": string("日本語".encode() * 100)}, LIMIT, "900 tokens, the limit is 510"),
     ({"text": string(b"x" * 40_000)}, LIMIT, "40000 bytes, which cannot fit"),
     ({"text": string(b"hi"), "max_new_tokens": number(0)}, PARAM, "at least 1"),
     ({"text": string(b"hi"), "max_new_tokens": number(5000)}, LIMIT, "max_length 5002"),
