@@ -157,8 +157,10 @@ def read_output(part: Part, text: str) -> None:
                 at = command.index("benchmarks/peer_worker.py")
                 row = {"row": command[at + 1], "at_once": int(command[command.index("--at-once") + 1]), **row}
             part.results.append(row)
-        if re.search(r"\d+ (passed|failed|error)", line):
+        if re.search(r"^\W*\d+ (passed|failed|error|skipped)", line):
             part.summary = line.strip("= ")
+    if part.summary and "passed" not in part.summary:
+        part.problem = part.problem or "no test ran"
 
 
 def markdown(parts: list[Part]) -> str:

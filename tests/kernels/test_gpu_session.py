@@ -52,6 +52,15 @@ def test_a_part_that_fails_hangs_or_lacks_a_package_is_named(tmp_path: Path) -> 
     assert "needs no_such_package" in session.markdown([failing, hanging, lacking])
 
 
+def test_a_part_whose_tests_were_all_skipped_has_failed() -> None:
+    part = session.Part("kernel-tests", [], 60)
+    session.read_output(part, "$ python -m pytest\n285 skipped, 6 warnings in 46.10s\n")
+    assert part.problem == "no test ran"
+    part = session.Part("kernel-tests", [], 60)
+    session.read_output(part, "===== 1 failed, 3 passed in 2.00s =====\n")
+    assert (part.problem, part.summary) == ("", "1 failed, 3 passed in 2.00s")
+
+
 def test_every_command_of_the_session_names_what_exists(tmp_path: Path) -> None:
     parts = session.parts_of(tmp_path)
     assert sum(part.limit for part in parts if part.name != "large") <= 900

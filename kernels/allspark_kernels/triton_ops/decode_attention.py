@@ -160,7 +160,7 @@ def _config(
     is_float32 = dtype == torch.float32
     dim_block = max(16, next_power_of_2(head_dim))
     block = BLOCK_KEYS // 2 if is_float32 else BLOCK_KEYS
-    block = block // 2 if dim_block > 128 else block
+    block = block // 2 if dim_block > 128 or (ratio > MIN_DOT_ROWS and arch.startswith("gfx")) else block
     if mode != CacheMode.DEFAULT:  # codes pass through registers on their way to the product
         block = max(MIN_DOT_ROWS, block // 2)
     constants = {
@@ -250,6 +250,7 @@ AOT_SHAPES = (
     ("fp32", 8, 8, 128, 32, False),
     ("fp32", 4, 8, 256, 128, False),
     ("bf16", 2, 4, 256, 32, True),
+    ("bf16", 48, 1, 128, 32, False),
 )
 SCORE_TYPES = {"scale": "fp32", "window": "i32", "cap_factor": "fp32", "soft_cap": "fp32"}
 # The plain cache in every shape, the quantised ones in those that differ. Not among them: float32 heads of
