@@ -31,9 +31,19 @@ class _InProgress:
 
 
 class Frontend:
-    """`execute` answers an authorised envelope and raises nothing."""
+    """`execute` answers an authorised envelope and raises nothing.
 
-    def __init__(self, socket: zmq.asyncio.Socket, access: Access, execute: Execute) -> None:
+    `is_stuck`: nothing gets on here now, but perhaps elsewhere: clients hear nothing and ask another broker.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.asyncio.Socket,
+        access: Access,
+        execute: Execute,
+        is_stuck: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._is_stuck = is_stuck
         self._socket = socket
         self._access = access
         self._execute = execute
@@ -78,6 +88,8 @@ class Frontend:
 
     async def show_progress(self) -> None:
         """A duty every `PROGRESS_S`, so that a client can tell a long call from a dead broker."""
+        if self._is_stuck():
+            return
         limit = time.monotonic() - PROGRESS_S
         for (_, correlation_id), call in list(self._in_progress.items()):
             if call.wants_progress and call.since_s < limit:

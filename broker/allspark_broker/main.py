@@ -112,7 +112,7 @@ class Broker:
         presence = Presence(self._store, self.broker_id, TTL_S)
         self._aside = Aside(self._table, presence)
         calls.check = self._aside.check
-        self._frontend = Frontend(client_socket, self._access, calls.execute)
+        self._frontend = Frontend(client_socket, self._access, calls.execute, self._is_without_store)
         self._tasks: set[asyncio.Task[None]] = set()
         self._orphans = Orphans(
             self.broker_id,
@@ -135,6 +135,9 @@ class Broker:
             # Clients do not trust each other: with keys none may take over the answers of another.
             is_handed_over=door == BACKEND or self._access.keys is None,
         )
+
+    def _is_without_store(self) -> bool:
+        return self._store.silent_s() >= STORE_DOUBT_S
 
     def _new_queue(self) -> RequestQueue:
         return RequestQueue(self._settings.max_queue, self._tenants.weight)
@@ -324,7 +327,7 @@ class Broker:
     async def _reap(self) -> None:
         self._notice_stall()
         await self._bury_dead()
-        for worker in self._table.without_store() if self._store.silent_s() < STORE_DOUBT_S else ():
+        for worker in () if self._is_without_store() else self._table.without_store():
             await self._dispatcher.rescue(worker)
         for worker, flight in self._table.unacknowledged(self._settings.ack_timeout_s):
             log.warning("worker %s did not acknowledge %s", worker.worker_id, flight.request_id)
