@@ -32,6 +32,14 @@ def allspark(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def status(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`allspark status` once all is well: on a busy machine a gateway may be unready for a moment."""
+    limit_s = time.monotonic() + START_TIMEOUT_S
+    while (done := allspark("status", *arguments)).returncode:
+        assert time.monotonic() < limit_s, done.stderr
+    return done
+
+
 class Up(NamedTuple):
     """A running `allspark up`."""
 
@@ -141,7 +149,7 @@ def test_sampled_text_depends_on_the_seed_only(up: Up) -> None:
 
 def test_interrupted_generate_releases_its_request(up: Up) -> None:
     def stat() -> dict[str, Any]:
-        report = json.loads(allspark("status", *up.grpc, "--model=smollm2", "--json").stdout)
+        report = json.loads(status(*up.grpc, "--model=smollm2", "--json").stdout)
         return dict(report["stats"][0])
 
     before = stat()  # spans that hold cached prompts of other tests are used
@@ -162,11 +170,7 @@ def test_interrupted_generate_releases_its_request(up: Up) -> None:
 
 
 def test_status_lists_models_and_workers(up: Up) -> None:
-    limit_s = time.monotonic() + START_TIMEOUT_S
-    while (done := allspark("status", *up.grpc, f"--broker={up.frontend}", "--json")).returncode:
-        assert time.monotonic() < limit_s, (
-            done.stderr
-        )  # a busy machine may make a gateway unready for a moment
+    done = status(*up.grpc, f"--broker={up.frontend}", "--json")
     report = json.loads(done.stdout)
     (broker,) = report["brokers"]
     assert [(model["name"], model["state"], model["workers"]) for model in broker["models"]] == [
@@ -174,17 +178,15 @@ def test_status_lists_models_and_workers(up: Up) -> None:
     ]
     assert [worker["device"] for worker in broker["workers"]] == ["cpu"]
     assert all("error" not in gateway for gateway in report["gateways"])
-    tables = allspark("status", *up.grpc, f"--broker={up.frontend}").stdout
+    tables = status(*up.grpc, f"--broker={up.frontend}").stdout
     assert all(address in tables for address in up.addresses)
     assert "smollm2" in tables
 
 
 def test_status_as_a_health_check(up: Up) -> None:
-    worker = json.loads(allspark("status", f"--broker={up.frontend}", "--json").stdout)["brokers"][0][
-        "workers"
-    ][0]
+    worker = json.loads(status(f"--broker={up.frontend}", "--json").stdout)["brokers"][0]["workers"][0]
     known, unknown = worker["worker_id"][:4], "nobody"
-    assert allspark("status", f"--broker={up.frontend}", f"--expect-worker={known}").returncode == 0
+    assert status(f"--broker={up.frontend}", f"--expect-worker={known}").returncode == 0
     missing = allspark("status", f"--broker={up.frontend}", f"--expect-worker={unknown}")
     assert (missing.returncode, "no broker lists a worker nobody" in missing.stderr) == (1, True)
     dead = allspark("status", "--grpc=127.0.0.1:1", "--timeout-s=0.5")
