@@ -52,7 +52,7 @@ class Dispatcher:
         self.queues: dict[str, RequestQueue] = defaultdict(new_queue)
         self.waits: dict[str, Waits] = defaultdict(lambda: Waits(clock))
         self.forecasts: dict[str, Forecast] = defaultdict(Forecast)
-        self.quarantine = Quarantine(ledger, self._enqueue, clock)
+        self.quarantine = Quarantine(ledger, self._enqueue, table.heard_s, clock)
 
     def keep(self, models: Container[str]) -> None:
         """Forgets what belongs to other models, except queues that somebody waits in."""

@@ -106,6 +106,11 @@ class WorkerTable:
     def get(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
 
+    def heard_s(self, worker_id: str) -> float | None:
+        """When a worker was heard last; None if it is not known."""
+        worker = self._workers.get(worker_id)
+        return None if worker is None else worker.last_seen_s
+
     def announce(self, worker_id: str, message: fleet.Announce) -> tuple[Worker, list[Flight]]:
         """Adds or renews a worker. Returns it and the flights that it turned out not to hold (any more)."""
         worker = self._workers.get(worker_id)

@@ -24,11 +24,14 @@ MAX_TAKEN_BACK = 3
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """An open request: its epoch, how many deaths count, of which workers, and its deadline (0: none)."""
+    """An open request: its epoch, how many deaths count, its deadline (0: none).
+
+    `lost`: of each death the epoch that was claimed, and the worker, with _ for blanks in its name.
+    """
 
     epoch: int
     deaths: int
-    workers: tuple[str, ...]
+    lost: tuple[tuple[int, str], ...]
     deadline_ms: int
 
 
@@ -41,7 +44,8 @@ class Losses:
     async def survived(self, held: Sequence[tuple[str, int]]) -> list[bool]:
         """Of each (request id, epoch) that a worker holds: whether it is still its own; one round trip.
 
-        Deaths that were counted for those that are not are taken back.
+        Deaths that were counted for those that are not are taken back. A broker may call it for a worker that
+        it hears.
         """
         calls = [SURVIVED.command([keys.request(rid)], [epoch, MAX_TAKEN_BACK]) for rid, epoch in held]
         # Of a damaged record the next append tells what becomes of it.
@@ -65,9 +69,10 @@ def _suspect(rid: str, record: Sequence[bytes] | Damaged) -> Suspect | Damaged |
     state, epoch, deaths, of, deadline_ms = record
     if state != b"open":
         return None
-    workers = tuple(death.partition("=")[2] for death in text_of(of or b"").split())
+    lost = [death.partition("=") for death in text_of(of or b"").split()]
     try:
         with damage.named(f"request {rid}"):
-            return Suspect(int(epoch), int(deaths), workers, int(deadline_ms))
+            known = tuple((int(claimed), worker) for claimed, _, worker in lost)
+            return Suspect(int(epoch), int(deaths), known, int(deadline_ms))
     except Damaged as error:
         return error

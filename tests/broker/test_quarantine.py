@@ -1,8 +1,9 @@
 """A request that two workers were lost with: it waits until it is certain that they died; own clock."""
 
 import pytest
-from allspark_broker.quarantine import CLOSED_S, SILENT_TIMEOUTS
+from allspark_broker.quarantine import CLOSED_S, HEARD_S, SILENT_TIMEOUTS
 from allspark_bus.ledger import Append, Ending, now_ms
+from allspark_bus.losses import Suspect
 from allspark_bus.store import Store
 from allspark_bus.streams import Streams
 from allspark_proto import allspark_service_pb2 as pb
@@ -84,6 +85,29 @@ async def test_it_goes_on_when_one_of_the_two_was_only_cut_off(
     assert await end(store) == (pb.GenerateInterrupted, "poison"), "the other one counts"
 
 
+async def test_a_worker_that_never_got_the_request_is_cleared_by_being_heard(
+    broker: Broker, store: Store
+) -> None:
+    """Its dispatch was lost in the cut, so it has nothing to take back."""
+    await lose(broker, "second")
+    broker.announce("second")
+    await look(broker)
+    assert len(broker.link.dispatched) == 2, "that may have been on its way when it died"
+    await look(broker, HEARD_S)
+    broker.clock.now += 0.1
+    broker.announce("second")
+    await look(broker)
+    assert broker.link.dispatched[2:] == [("second", RID)]
+    [suspect] = await broker.ledger.losses.suspects([RID])
+    assert isinstance(suspect, Suspect) and [worker for _, worker in suspect.lost] == ["first"]
+    await lose(broker, "second")
+    broker.announce("third")
+    broker.clock.now += 2 * HEARD_S
+    broker.announce("third")
+    await look(broker, SILENT_S)
+    assert await end(store) == (pb.GenerateInterrupted, "poison"), "whoever else is heard"
+
+
 async def test_a_broker_that_takes_it_over_does_not_run_it_a_third_time(broker: Broker, store: Store) -> None:
     await lose(broker, "second")
     other = await Broker("other", store).settled()
@@ -124,7 +148,7 @@ async def test_a_worker_that_says_goodbye_was_not_killed(broker: Broker) -> None
     await broker.dispatcher.bury(worker, None)
     assert broker.link.dispatched[2:] == [("third", RID)]
     [suspect] = await broker.ledger.losses.suspects([RID])
-    assert getattr(suspect, "workers", None) == ("first",)
+    assert isinstance(suspect, Suspect) and [worker for _, worker in suspect.lost] == ["first"]
 
 
 async def test_a_broker_that_cannot_hear_a_worker_leaves_it_what_another_broker_sent_it(store: Store) -> None:

@@ -146,9 +146,7 @@ class Protocol(RuleBasedStateMachine):
         if self.state != "open":
             assert suspect is None
             return
-        assert suspect == Suspect(
-            self.epoch, len(self.deaths.counted), tuple(self.deaths.counted.values()), 0
-        )
+        assert suspect == Suspect(self.epoch, len(self.deaths.counted), tuple(self.deaths.counted.items()), 0)
         if suspect.deaths >= MAX_DEATHS:
             self._finish(Ending(4, "poison"))
 
@@ -372,7 +370,7 @@ class Protocol(RuleBasedStateMachine):
             assert [h for h in found if h is not None] == [Holder(self.epoch, self.worker, self.broker)]
             [suspect] = await self.ledger.losses.suspects([RID])
             assert suspect == Suspect(
-                self.epoch, len(self.deaths.counted), tuple(self.deaths.counted.values()), 0
+                self.epoch, len(self.deaths.counted), tuple(self.deaths.counted.items()), 0
             )
 
     def teardown(self) -> None:
