@@ -2,8 +2,8 @@
 
 They run nowhere meanwhile. A worker that was only cut off or stopped takes its death back in the ledger
 (`allspark_bus.losses`), and the request goes on. Where it cannot, because it never got the request, it is
-enough that this broker hears it. Nothing here must survive this broker: whoever takes the
-request over finds the deaths in the ledger and holds it as well.
+enough that this broker hears it. Nothing here must survive this broker: whoever takes the request over finds
+the deaths in the ledger and holds it as well.
 """
 
 import logging
