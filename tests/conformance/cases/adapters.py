@@ -56,6 +56,18 @@ def a_stopped_request_lets_its_adapter_go(s: Server) -> None:
         assert [live.release() for live in stopped] == [OK] * len(names)
 
 
+@case("1.5 #15", C + "lora_name", "ModelStructConfig.enable_prefix_cache")
+def a_cached_prefix_is_not_that_of_another_adapter(s: Server) -> None:
+    adapter, prompt = adapter_of(s), [3 + i % 90 for i in range(50)]
+    adapted = s.generate(prompt, lora_name=adapter)
+    oracle.check_greedy(f"{s.reference_path}-merged", prompt, adapted)
+    with s.model(enable_prefix_cache=True, prefix_cache_ttl=300) as name:
+        for _ in range(6):  # each worker has the prefix of the other kind
+            assert s.generate(prompt, model=name) == s.generate(prompt)
+            assert s.generate(prompt, model=name, lora_name=adapter) == adapted
+        assert s.stat(name).prefix_cache_hit_token > 0
+
+
 @case("2.4.10", "ModelStructConfig.lora_names", "AsStatus.as_status")
 def an_adapter_that_is_no_directory_or_unreadable_is_refused(s: Server) -> None:
     """2: there is none. 3: there is something, but no adapter."""

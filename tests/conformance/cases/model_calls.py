@@ -5,7 +5,7 @@ import re
 import pytest
 from allspark_proto import allspark_service_pb2 as pb
 
-from tests.conformance.server import DENIED, FINISHED, INVALID, OK, PARAM, RUNTIME, Server, request
+from tests.conformance.server import DENIED, FINISHED, INVALID, IO, OK, PARAM, RUNTIME, Server, request
 from tests.conformance.suite import case
 
 PROMPT = [5, 6, 7]
@@ -158,10 +158,21 @@ def GetRankNums_is_one_once_the_tenant_has_built_a_model(s: Server) -> None:
     s.answer("ShutdownService", pb.Empty(), at=other)
     assert s.answer("GetRankNums", pb.Empty(), at=other).rank_id == 0
     name = "conformance-ranks"
+    assert s.build(name, at=other, model_path="missing") == IO
+    assert s.answer("GetRankNums", pb.Empty(), at=other).rank_id == 0, "it was not built"
     assert s.build(name, at=other) == OK
     assert s.answer("GetRankNums", pb.Empty(), at=other).rank_id == 1
     assert s.status("ReleaseModel", name, at=other) == OK
     assert s.answer("GetRankNums", pb.Empty(), at=other).rank_id == 0
+
+
+@case("1.4.16", STATUS)
+def ShutdownService_leaves_a_model_that_another_tenant_has_built_too(s: Server) -> None:
+    other = s.needs_other_tenant()
+    with s.model() as name:
+        assert s.build(name, at=other) == OK
+        assert s.answer("ShutdownService", pb.Empty(), at=other).as_status == OK
+        assert len(s.generate(PROMPT, model=name)) == 8
 
 
 @case("1.4.16, 9 #19", STATUS)

@@ -88,6 +88,17 @@ def Get_of_an_unknown_or_released_uuid_is_empty(s: Server) -> None:
             assert element.HasField("tensors_from_model_inference")
 
 
+@case("D", IDS, EMPTY, LEN, STATUS, "UUID.uuid")
+def another_tenants_uuid_is_an_unknown_one(s: Server) -> None:
+    other = s.needs_other_tenant()
+    live = s.start(PROMPT, new=200)
+    stranger = Request(s, s.main, live.uuid, other)
+    assert (stranger.status(), stranger.length()) == (INTERRUPTED, 0)
+    for element in (stranger.get(), stranger.get_no_wait()):
+        assert (list(element.ids_from_generate), element.empty) == ([], 1)
+    assert len(live.take_all()) == 200, "nothing of it was taken"
+
+
 @case("3.4", IDS, STATUS)
 def Get_delivers_the_tokens_of_an_interrupted_request_first(s: Server) -> None:
     """Interrupted by a deadline, which a client may set in the metadata of StartRequest."""

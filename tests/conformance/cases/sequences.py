@@ -19,6 +19,7 @@ BEAMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("num_beams 8", {"num_beams": 8}),
     ("length_penalty below zero", {"num_beams": 4, "length_penalty": -1.0}),
     ("length_penalty of two", {"num_beams": 4, "length_penalty": 2.0}),
+    ("length_penalty of zero is no default", {"num_beams": 4, "length_penalty": 0.0}),
 )
 
 
