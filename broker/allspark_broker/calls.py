@@ -279,8 +279,8 @@ def _of_redis(e: RedisError) -> FleetError:
     return StoreUnavailable(f"Redis refused a command: {e}")
 
 
-def denied_busy(correlation_id: str, limit: int) -> fleet.Reply:
+def denied_busy(correlation_id: str, what: str) -> fleet.Reply:
     """The answer when too many calls are in progress."""
-    reply = failure(Denied(f"{limit} calls are in progress already", retry_after_ms=500))
+    reply = failure(Denied(f"{what} are in progress already", retry_after_ms=500))
     reply.correlation_id = correlation_id
     return reply

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import zmq.asyncio
 from allspark_bus import sockets, wire_shape
+from allspark_bus.broker_client import LARGE_BYTES
 from allspark_bus.errors import FleetError, MalformedMessage
 from allspark_proto import fleet_pb2 as fleet
 from google.protobuf.message import DecodeError
@@ -16,6 +17,7 @@ from allspark_broker.calls import denied_busy, failure
 from allspark_broker.links import ClientLink
 
 MAX_CALLS = 20_000  # envelopes in progress at once; one more is denied
+MAX_LARGE_BYTES = 2 << 30  # of large envelopes in progress at once
 PROGRESS_S = 0.4  # a call that takes longer tells its client so, this often
 
 Execute = Callable[[fleet.Envelope], Awaitable[fleet.Reply]]
@@ -50,6 +52,7 @@ class Frontend:
         self._clients = ClientLink(socket)
         self._in_progress: dict[tuple[bytes, str], _InProgress] = {}
         self._answers: set[asyncio.Task[None]] = set()
+        self._large_bytes = 0  # of the large ones of them
 
     async def serve(self) -> None:
         """Takes envelopes for ever; each is worked on beside the others."""
@@ -66,24 +69,33 @@ class Frontend:
                 reply.correlation_id = wire_shape.correlation_id(payload)
                 await self._clients.send(route, reply)
                 continue
-            await self._begin(route, envelope)
+            await self._begin(route, envelope, len(payload))
 
-    async def _begin(self, route: list[bytes], envelope: fleet.Envelope) -> None:
+    async def _begin(self, route: list[bytes], envelope: fleet.Envelope, size: int) -> None:
         key = (route[0], envelope.correlation_id)
         if key in self._in_progress:
             return  # sent again while the first is being worked on: one answer serves both
         if len(self._in_progress) >= MAX_CALLS:
-            await self._clients.send(route, denied_busy(envelope.correlation_id, MAX_CALLS))
+            await self._clients.send(route, denied_busy(envelope.correlation_id, f"{MAX_CALLS} calls"))
             return
+        large = size if size >= LARGE_BYTES else 0
+        if large and self._large_bytes + large > MAX_LARGE_BYTES:
+            what = f"large calls of {self._large_bytes} bytes"
+            await self._clients.send(route, denied_busy(envelope.correlation_id, what))
+            return
+        self._large_bytes += large
         self._in_progress[key] = _InProgress(route, envelope.wants_progress, time.monotonic())
-        task = asyncio.create_task(self._answer(route, key, envelope))
+        task = asyncio.create_task(self._answer(route, key, envelope, large))
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
 
-    async def _answer(self, route: list[bytes], key: tuple[bytes, str], envelope: fleet.Envelope) -> None:
+    async def _answer(
+        self, route: list[bytes], key: tuple[bytes, str], envelope: fleet.Envelope, large: int
+    ) -> None:
         try:
             await self._clients.send(route, await self._execute(envelope))
         finally:
+            self._large_bytes -= large
             del self._in_progress[key]
 
     async def show_progress(self) -> None:

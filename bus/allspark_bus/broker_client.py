@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
 ENVELOPE_BYTES = 4096  # of its fields beside the call
+LARGE_BYTES = 256 << 10  # calls of this size and more are bounded by their sum as well as by their number
+MAX_LARGE_BYTES = 1 << 30
 RESEND_S = 1.0  # silence after which a call is sent again
 
 
@@ -81,6 +83,7 @@ class BrokerClient:
             peer.receiver = asyncio.get_running_loop().create_task(self._receive(peer))
         self._calls: dict[str, _Call] = {}
         self._max_calls = max_calls
+        self._large_bytes = 0  # of the large calls that wait
         self._max_bytes = max_message_bytes + ENVELOPE_BYTES
         self._sent_ms = sent_ms
         self._prefix = uuid_lib.uuid4().hex[:12]
@@ -90,8 +93,8 @@ class BrokerClient:
     async def call(self, envelope: fleet.Envelope, timeout_s: float) -> fleet.Reply:
         """Sends an envelope (correlation id and version are filled in) and returns its reply.
 
-        Raises BrokerUnavailable when no broker answers in time, Denied at the bound of waiting calls,
-        LimitError for a call that brokers would not even read.
+        Raises BrokerUnavailable when no broker answers in time, Denied at a bound of waiting calls (their
+        number, and the bytes of large ones), LimitError for a call that brokers would not even read.
         """
         if len(self._calls) >= self._max_calls:
             raise Denied(f"{self._max_calls} calls to the broker are waiting already", retry_after_ms=500)
@@ -102,6 +105,10 @@ class BrokerClient:
         payload = envelope.SerializeToString()
         if len(payload) > self._max_bytes:
             raise LimitError(f"the call has {len(payload)} bytes, the limit is {self._max_bytes}")
+        large = len(payload) if len(payload) >= LARGE_BYTES else 0
+        if large and self._large_bytes + large > MAX_LARGE_BYTES:
+            raise Denied(f"large calls of {self._large_bytes} bytes are waiting already", retry_after_ms=500)
+        self._large_bytes += large
         call = _Call(asyncio.get_running_loop().create_future())
         self._calls[envelope.correlation_id] = call
         try:
@@ -114,6 +121,7 @@ class BrokerClient:
             names = ", ".join(p.endpoint for p in self._peers)
             raise BrokerUnavailable(f"no answer from the broker within {timeout_s:g} s ({names})") from None
         finally:
+            self._large_bytes -= large
             del self._calls[envelope.correlation_id]
 
     async def _ask(self, payload: bytes, call: _Call) -> fleet.Reply:

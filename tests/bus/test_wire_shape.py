@@ -1,11 +1,12 @@
 """Messages that consist of too many parts are told by their bytes; legal ones of any size are not."""
 
+import asyncio
 import contextlib
 
 import pytest
-from allspark_bus import wire_shape
+from allspark_bus import broker_client, wire_shape
 from allspark_bus.broker_client import BrokerClient
-from allspark_bus.errors import LimitError, MalformedMessage
+from allspark_bus.errors import BrokerUnavailable, Denied, LimitError, MalformedMessage
 from allspark_proto import allspark_service_pb2 as pb
 from allspark_proto import fleet_pb2 as fleet
 from hypothesis import given
@@ -94,5 +95,26 @@ async def test_a_call_that_no_broker_would_read_is_not_sent() -> None:
         request = pb.StartRequestRequest(model_name="x" * 6000)
         with pytest.raises(LimitError, match="the limit is"):
             await client.call(fleet.Envelope(start_request=request), 20)
+    finally:
+        await client.close()
+
+
+async def test_large_calls_that_wait_are_bounded_by_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_client, "MAX_LARGE_BYTES", 3 * broker_client.LARGE_BYTES)
+    client = BrokerClient(["tcp://127.0.0.1:9"])  # nobody answers there
+    large = pb.StartRequestRequest(model_name="x" * broker_client.LARGE_BYTES)
+
+    async def waits(request: pb.StartRequestRequest) -> bool:
+        try:
+            await client.call(fleet.Envelope(start_request=request), 0.5)
+        except (BrokerUnavailable, Denied) as e:
+            return isinstance(e, BrokerUnavailable)
+        raise AssertionError("nobody answers")
+
+    try:
+        small = pb.StartRequestRequest(model_name="m")
+        found = await asyncio.gather(waits(large), waits(large), waits(large), waits(small))
+        assert found == [True, True, False, True]
+        assert await waits(large), "those before are over"
     finally:
         await client.close()

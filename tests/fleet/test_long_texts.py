@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 
 import pytest
-from allspark_bus.errors import LimitError
+from allspark_bus.errors import LimitError, ParamError
 from allspark_proto import fleet_pb2 as fleet
 from allspark_workers import texts
 from allspark_workers.engine.types import ModelFacts
@@ -59,4 +59,19 @@ async def test_more_ids_than_the_model_takes_are_refused_where_they_are_made(
     with pytest.raises(LimitError, match="63 tokens, the limit is 62"):
         await here.tokenize(fleet.Tokenize(text="x" * 63), FACTS)
     assert len((await here.tokenize(fleet.Tokenize(text="x" * 62), FACTS)).ids) == 62 * 8
+    await here.close()
+
+
+async def test_a_panic_of_the_library_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """As pyo3 raises it: no Exception."""
+
+    class Broken(Held):
+        def encode(self, text: str) -> list[int]:
+            raise Panic("index out of bounds")
+
+    here = Texts()
+    monkeypatch.setattr(texts, "find_tokenizer", lambda paths: Broken())
+    with pytest.raises(ParamError, match="the tokenizer failed: index out of bounds"):
+        await here.tokenize(fleet.Tokenize(text="x"), FACTS)
     await here.close()

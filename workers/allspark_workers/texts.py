@@ -121,12 +121,22 @@ class Texts:
 
     async def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
         pool = self._long_pool if len(text) > LONG_TEXT else self._pool
-        return await asyncio.get_running_loop().run_in_executor(pool, encode, text)
+        return await asyncio.get_running_loop().run_in_executor(pool, _without_panic, encode, text)
 
     async def _run(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(
             self._pool, functools.partial(function, *args)
         )
+
+
+def _without_panic(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    try:
+        return encode(text)
+    except Exception:
+        raise
+    except BaseException as e:
+        # A panic of the library: its own kind of exception, which would leave the call without an answer.
+        raise TextError(f"the tokenizer failed: {e}") from e
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:
