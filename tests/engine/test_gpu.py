@@ -170,6 +170,16 @@ def test_weights_leave_the_device_and_come_back(make_engine: Maker) -> None:
     assert run_all(engine, requests()).tokens == expected
 
 
+def test_a_stopped_engine_leaves_its_kv_memory_to_others(make_engine: Maker) -> None:
+    engine = make_engine("qwen3", device=GPU, dtype="bf16", max_batch=4, kv_bytes=512 << 20, max_length=640)
+    run_all(engine, requests())
+    kv_bytes = engine._residence._kv_bytes
+    before, _ = torch.cuda.mem_get_info(GPU)
+    engine.stop()
+    after, _ = torch.cuda.mem_get_info(GPU)
+    assert after - before >= kv_bytes
+
+
 def test_spans_go_to_the_host_and_come_back_bit_for_bit() -> None:
     frames = [torch.randn((5, 2, 16, 32), device=GPU) for _ in range(4)]
     cache = KVCache(tuple(frames[:2]), tuple(frames[2:]))

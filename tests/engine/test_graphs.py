@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from allspark_workers.engine import promises
 from allspark_workers.engine.engine import Engine
 from allspark_workers.engine.errors import ModelMemoryError
 from allspark_workers.engine.graphs import buckets
@@ -50,21 +51,34 @@ def test_captured_steps_do_not_change_the_tokens(make_engine: Maker, monkeypatch
     assert lengths and max(lengths) > 0 and len(lengths) < 5, "decode steps took the other path"
 
 
-def test_a_device_without_room_for_the_steps_is_an_error_of_this_model(
-    make_engine: Maker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("raised", "expected", "text"),
+    [
+        (torch.OutOfMemoryError, ModelMemoryError, r"no room for a step beside .* a smaller batch"),
+        (RuntimeError, RuntimeError, "out of resources"),
+    ],
+)
+def test_a_start_that_fails_leaves_nothing_behind(
+    raised: type[Exception],
+    expected: type[Exception],
+    text: str,
+    make_engine: Maker,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine("qwen3", max_batch=4)
-    expected = run_all(engine, requests()).tokens
+    tokens = run_all(engine, requests()).tokens
     engine.stop()
 
     def refuse(runner: Runner, max_length: int) -> None:
-        raise torch.OutOfMemoryError("out of memory")
+        raise raised("out of resources")
 
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "capture", refuse)
-        with pytest.raises(ModelMemoryError, match=r"no room for a step beside .* a smaller batch"):
+        with pytest.raises(expected, match=text):
             engine.start()
+    kept = promises._promises[engine._residence]
+    assert kept.outstanding() == kept.nbytes > 0, "its KV memory stays promised to it"
     with pytest.raises(ValueError, match="not started"):
         engine.submit(requests()[0])
     engine.start()
-    assert run_all(engine, requests()).tokens == expected
+    assert run_all(engine, requests()).tokens == tokens

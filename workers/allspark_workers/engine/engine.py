@@ -20,7 +20,7 @@ from allspark_workers.engine.graphs import is_worth_capturing
 from allspark_workers.engine.host_store import make_prefix_cache
 from allspark_workers.engine.inbox import Command, Inbox, Verb
 from allspark_workers.engine.kv import plan_kv
-from allspark_workers.engine.memory import give_back
+from allspark_workers.engine.memory import empty_device_cache, give_back
 from allspark_workers.engine.pages import PageLedger
 from allspark_workers.engine.profiler import Profiler
 from allspark_workers.engine.residence import Residence
@@ -98,25 +98,28 @@ class Engine:
         apply_threads(self._config.num_threads)
         self._scheduler = self._new_scheduler()
         self._counters = Counters()
-        cache = self._residence.allocate()
-        runner = Runner(
-            self._model, cache, self._scheduler, self._profiler, self._adapters.table, self._leader
-        )
         try:
-            with self._adapters.warm_up() as adapter:
-                warm_up(runner, self._scheduler, self._facts.max_length, adapter)
-            if is_worth_capturing(self._model):
-                runner.capture(self._facts.max_length)
+            self._runner = self._prepare()
         except torch.OutOfMemoryError as error:
             self.stop()
             raise ModelMemoryError(
                 f"{self._model.device} has no room for a step beside {self._layout.num_spans} KV spans: "
                 f"{error}; give the model less KV memory, a smaller batch or a shorter max_length"
             ) from error
-        self._scheduler.prefix = make_prefix_cache(
-            self._config, self._facts, self._scheduler.ledger, cache, self._clock
-        )
-        self._runner = runner
+        except BaseException:
+            self.stop()
+            raise
+
+    def _prepare(self) -> Runner:
+        """A runner that has computed and captured some steps, with a cache that is empty again."""
+        scheduler, cache = self._scheduler, self._residence.allocate()
+        runner = Runner(self._model, cache, scheduler, self._profiler, self._adapters.table, self._leader)
+        with self._adapters.warm_up() as adapter:
+            warm_up(runner, scheduler, self._facts.max_length, adapter)
+        if is_worth_capturing(self._model):
+            runner.capture(self._facts.max_length)
+        scheduler.prefix = make_prefix_cache(self._config, self._facts, scheduler.ledger, cache, self._clock)
+        return runner
 
     def stop(self) -> None:
         """Free the KV cache and forget live requests without output; `start` may follow.
@@ -130,6 +133,7 @@ class Engine:
         self._families.clear()
         self._scheduler = self._new_scheduler()
         self._is_stalled = False
+        empty_device_cache(self._model.device)
 
     def unload(self, threshold: int) -> None:
         """Move weight tensors of more than `threshold` bytes out of device memory; not while started.

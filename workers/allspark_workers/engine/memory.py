@@ -135,13 +135,17 @@ def split_own(blocks: list[Block]) -> tuple[list[Block], list[Block]]:
 def give_back(device: torch.device) -> None:
     """Return to the system what was freed: collect cycles, empty the caches of the allocators."""
     gc.collect()
+    empty_device_cache(device)
+    if hasattr(_libc(), "malloc_trim"):  # glibc
+        _libc().malloc_trim(0)
+
+
+def empty_device_cache(device: torch.device) -> None:
+    """Let the system see as free what PyTorch keeps of a GPU's memory, and of pinned memory, for later."""
     if device.type == "cuda":
         with no_capture():
             torch.cuda.empty_cache()
-            # And, where PyTorch can, of pinned memory, such as swapped weights took.
-            getattr(torch.accelerator, "empty_host_cache", lambda: None)()
-    if hasattr(_libc(), "malloc_trim"):  # glibc
-        _libc().malloc_trim(0)
+            getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # not in every version served
 
 
 @functools.cache
