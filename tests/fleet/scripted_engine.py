@@ -179,6 +179,10 @@ class ScriptedEngine:
         if delay := self.options.get("step_s", 0.0):
             time.sleep(delay)  # the time a real step takes
         with self._lock:
+            begun = [int(r.request.prompt[0]) for r in self._active() if r.generated]
+        if set(begun) & set(self.options.get("freeze_once", [])):
+            self._freeze_once()  # not with the lock: what asks for figures goes on, as with a real engine
+        with self._lock:
             outputs = [self._advance(r) for r in self._active()]
             for o in outputs:
                 if o.finish is not None:
@@ -199,8 +203,6 @@ class ScriptedEngine:
             )
         if position and int(request.prompt[0]) in self.options.get("poison", []):
             os._exit(9)
-        if position and int(request.prompt[0]) in self.options.get("freeze_once", []):
-            self._freeze_once()
         token = r.plan[position]
         r.generated.append(token)
         finish = None
