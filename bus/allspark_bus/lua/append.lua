@@ -5,7 +5,9 @@
 local h = redis.call('HMGET', KEYS[1], 'st', 'ep', 'n', 'rt', 'tt', 'ix')
 if h[1] ~= 'open' then return {1, tonumber(h[3] or 0), h[6] or ''} end
 local n = tonumber(h[3])
-if h[2] ~= ARGV[1] then return {2, n} end
+-- A damaged count is an error, and so ends the request; its worker would go back to a place that is none, for ever.
+if n and (n < 0 or n % 1 ~= 0) then n = nil end
+if h[2] ~= ARGV[1] then return {2, n or 0} end
 local pos, count = tonumber(ARGV[2]), tonumber(ARGV[3])
 local last = ARGV[5] ~= nil
 if pos ~= n then
