@@ -8,7 +8,7 @@ from allspark.text import load_tokenizer
 from allspark_proto import allspark_service_pb2 as pb
 
 from tests.conformance import oracle
-from tests.conformance.server import INTERRUPTED, OK, Server
+from tests.conformance.server import INTERRUPTED, OK, PARAM, Request, Server, request
 from tests.conformance.suite import case
 
 C = "GenerateConfig."
@@ -42,6 +42,21 @@ def json_schema_is_obeyed(s: Server) -> None:
     for sampling in ({}, {"do_sample": True, "temperature": 2.0, "seed": 3}):
         _check_json(decode(_guided(s, GUIDED, **sampling)))
     _check_json(decode(_guided(s, GUIDED | {"type": "json_schema"})))
+
+
+@case("2.5.7", C + "response_format", "StartRequestResponse.as_status")
+def a_schema_that_is_none_or_cannot_be_enforced_2(s: Server) -> None:
+    """A server that is too busy to compile it in time may take it, and then interrupts it: once more then."""
+    for schema in ('{"type": "objekt"}', '{"type": "array", "uniqueItems": true}'):
+        wanted = {"type": "json_object", "json_schema": schema}
+        for _ in range(20):
+            message = request(s.main, PROMPT, response_format=wanted)
+            status = int(s.answer("StartRequest", message).as_status)
+            if status != OK:
+                break
+            live = Request(s, s.main, message.config.uuid)
+            assert (live.sync(), live.status(), live.release()) == (OK, INTERRUPTED, OK)
+        assert status == PARAM
 
 
 @case("2.5.7", C + "response_format")
