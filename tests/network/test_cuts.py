@@ -7,6 +7,7 @@ exactly one terminal record. Afterwards the cut is healed and what was cut off m
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from uuid import uuid4
 
 import pytest
 from allspark.launcher import FleetOptions
@@ -93,7 +94,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 async def bout(made: CutFleet, store: Store, seed: int, links: dict[str, Link]) -> list[str]:
     """What is wrong after requests began before and during a cut, and ended in it."""
-    load = Load(ScriptedWorkload(seed), made.client_addresses(), store, clients=6)
+    load = Load(ScriptedWorkload(seed), made.client_addresses(), store, clients=6, name=uuid4().hex)
     loading = asyncio.create_task(load.run())
     await until(lambda: any(s.tokens for s in load.stories))
     for pair, link in links.items():
