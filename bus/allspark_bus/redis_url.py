@@ -10,10 +10,11 @@
 redis-py's `from_url`.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from redis.asyncio.connection import parse_url
 from redis.credentials import CredentialProvider
@@ -37,6 +38,7 @@ OPTIONS = frozenset(
         *(MIN_REPLICAS, SENTINEL_USER, SENTINEL_PASSWORD_FILE),
     }
 )
+_URL = re.compile(r"(?:([^:/?#]+):)?(?://([^/?#]*))?([^?#]*)(?:\?([^#]*))?(?:#(.*))?", re.DOTALL)
 _OURS = (PASSWORD_FILE, MIN_REPLICAS, SENTINEL_USER, SENTINEL_PASSWORD_FILE)
 
 
@@ -76,7 +78,7 @@ class FilePassword(CredentialProvider):
 
 def check(url: str) -> None:
     """Raises ValueError for options that are not known or contradict each other; the text has no secrets."""
-    parts = urlsplit(url)
+    parts = _split(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if stray := options.keys() - OPTIONS:
         raise ValueError(f"the URL has the unknown option {', '.join(sorted(stray))}; known: {_names()}")
@@ -90,7 +92,7 @@ def check(url: str) -> None:
 
 def parse(url: str) -> Target:
     """Takes a URL apart. Raises ValueError; the text has no secrets."""
-    parts = urlsplit(url)
+    parts = _split(url)
     scheme, kind = _split_scheme(parts.scheme)
     if not (parts.netloc or parts.path):
         raise ValueError("the URL names no server")
@@ -125,6 +127,15 @@ def parse(url: str) -> Target:
     elif SENTINEL_USER in ours:
         raise ValueError(f"{SENTINEL_USER} needs {SENTINEL_PASSWORD_FILE}")
     return Target(kind, addresses, service, _replicas(ours.get(MIN_REPLICAS, "0")), arguments, sentinel)
+
+
+def _split(url: str) -> SplitResult:
+    """RFC 3986, appendix B. `urlsplit` of newer Pythons refuses brackets that are not all of the host."""
+    found = _URL.fullmatch(url.strip())
+    if found is None:
+        return SplitResult("", "", "", "", "")
+    scheme, netloc, path, query, fragment = (part or "" for part in found.groups())
+    return SplitResult(scheme.lower(), netloc, path, query, fragment)
 
 
 def _split_scheme(scheme: str) -> tuple[str, str]:
@@ -166,12 +177,12 @@ def _replicas(text: str) -> int:
 
 def has_password(url: str) -> bool:
     """Whether the text itself is a secret."""
-    return bool(urlsplit(url).password)
+    return bool(_split(url).password)
 
 
 def shown(url: str) -> str:
     """The URL without its password, for people and logs."""
-    parts = urlsplit(url)
+    parts = _split(url)
     if not parts.password:
         return url
     host = parts.netloc.rpartition("@")[2]

@@ -17,7 +17,7 @@ def test_the_table_has_upstreams_layout_and_true_numbers() -> None:
     profiler.add("forward", "RMSNorm", 0.002)
     profiler.add("alloc", "Schedule", 0.0005)
     lines = profiler.text().split("\n")
-    assert lines[:5] == ["*" * 18, "* decode worker", "*" * 18, "", "*** forward ***"]
+    assert lines[:5] == ["*" * 19, "* decode worker", "*" * 19, "", "*** forward ***"]
     assert lines[5] == lines[7] == "-" * 95
     assert lines[6] == (
         "rank      opname              count     min_ms    max_ms    ave_ms    total_ms       percentage"
