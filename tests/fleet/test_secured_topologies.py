@@ -1,7 +1,6 @@
 """A fleet whose Sentinel or cluster is reached by TLS as an ACL user only, through a fail-over."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,18 +22,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_set(directory, hosts=(DOOR,))
     (directory / "sentinel.password").write_text(SENTINEL_PASSWORD)
     return directory
-
-
-@pytest.fixture
-def replicated(tmp_path: Path) -> Iterator[Replicated]:
-    with Replicated(tmp_path / "servers", replicas=1) as found:
-        yield found
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[ClusterNodes]:
-    with ClusterNodes(tmp_path / "servers", masters=3) as found:
-        yield found
 
 
 def admit(made: Path, port: int) -> None:

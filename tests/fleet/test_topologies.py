@@ -1,28 +1,14 @@
 """A fleet on a Redis Cluster, and behind a Sentinel when the master dies with what no replica has."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from allspark_bus import keys
 from allspark_proto import records
 
 from tests.fleet.harness import MiniFleet, polled
 from tests.fleet.scripted_engine import expected_tokens
 from tests.topologies import ClusterNodes, Replicated, ask, until
-
-
-@pytest.fixture
-def replicated(tmp_path: Path) -> Iterator[Replicated]:
-    with Replicated(tmp_path / "servers", replicas=1) as found:
-        yield found
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[ClusterNodes]:
-    with ClusterNodes(tmp_path / "servers", masters=3) as found:
-        yield found
 
 
 async def check(f: MiniFleet, uuid: str, prompt: list[int], new: int) -> None:

@@ -45,9 +45,19 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 
 
 def start(gateway: Gateway) -> "subprocess.Popen[str]":
+    """A client that has asked for everything and has stopped."""
     command = [sys.executable, "-c", GREEDY, gateway.listeners[0].bound, str(ASKED)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    greedy = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    _, status = os.waitpid(greedy.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    return greedy
+
+
+async def until_full(unsent: Unsent) -> None:
+    async with asyncio.timeout(30):
+        while unsent.num_bytes < BOUND:
+            await asyncio.sleep(0.01)
 
 
 REQUESTS = ["large", *[f"own{n}" for n in range(ASKED)]]
@@ -75,12 +85,8 @@ async def test_a_client_that_takes_nothing_holds_a_bounded_number_of_bytes(
     client = gateways.client(gateway)
     greedy = await asyncio.to_thread(start, gateway)
     try:
-        _, status = await asyncio.to_thread(os.waitpid, greedy.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
         await end(producer)
-        async with asyncio.timeout(30):
-            while unsent.num_bytes < BOUND:
-                await asyncio.sleep(0.01)
+        await until_full(unsent)
         for _ in range(5):
             reply, _ = await client.call("GetNoWait", pb.UUID(uuid="large"), [(metadata.CURSOR, "0")])
             assert list(reply.ids_from_generate) == [5]
@@ -108,12 +114,8 @@ async def test_a_client_that_goes_away_leaves_nothing(
     monkeypatch.setattr(unsent, "_bound", BOUND)
     await admit(producer)
     greedy = await asyncio.to_thread(start, gateway)
-    _, status = await asyncio.to_thread(os.waitpid, greedy.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
     await end(producer)
-    async with asyncio.timeout(30):
-        while unsent.num_bytes < BOUND:
-            await asyncio.sleep(0.01)
+    await until_full(unsent)
     greedy.kill()
     greedy.wait()
     async with asyncio.timeout(20):

@@ -28,7 +28,7 @@ from allspark_proto import metadata
 from allspark_proto.allspark_service_pb2_grpc import AllSparkStub
 
 from allspark.cli.errors import CommandError
-from allspark.client.calls import CHANNEL_OPTIONS
+from allspark.client.calls import channel_options
 from allspark.client.options import GenerateOptions, start_request_message
 
 CALL_S = 30.0
@@ -140,7 +140,7 @@ def _line_of(process: "subprocess.Popen[str]") -> str:
 async def generate(plan: Plan) -> list[Sample]:
     """Makes a share of the arrivals from this process; see `main` for what it reads and writes."""
     # Without a pool of its own, channels to one address share one connection.
-    options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+    options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
     turns = itertools.islice(itertools.cycle(plan.addresses), max(plan.connections, len(plan.addresses)))
     channels = [grpc.aio.insecure_channel(address, options=options) for address in turns]
     await asyncio.wait_for(asyncio.gather(*[channel.channel_ready() for channel in channels]), CALL_S)

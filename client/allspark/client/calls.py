@@ -52,7 +52,6 @@ def channel_options(patience: int = 0) -> list[tuple[str, int]]:
     ]
 
 
-CHANNEL_OPTIONS = channel_options()
 #: Address and patience of a channel.
 Place = tuple[str, int]
 #: One Get waits at most this long; then the next address is asked, so that a frozen gateway is left behind.
